@@ -1,0 +1,157 @@
+"""`coterie serve`: checks, starts a local Ray, serves, and stops cleanly."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from app.build import model_name
+from app.commands.options import settings_command
+from app.local_ray import local_ray, prepare_environment
+from app.local_service import LocalService
+from app.preflight import Preflight, PreflightProcess
+from app.settings import Settings
+from app.settings_sources import LoadedSettings
+from core.config_model import format_bytes
+from core.errors import CoterieError
+from expert_pool.model_location import locate
+
+READY_LIMIT_S = 120.0
+"""After the replicas are up: the first real step is under way by then."""
+
+
+def _serve(
+    loaded: LoadedSettings,
+    download: Annotated[
+        bool, typer.Option("--download", help="Fetch a hub id that the local cache lacks.")
+    ] = False,
+) -> None:
+    """Serve a model at http://HOST:PORT/v1 through Ray Serve on this machine.
+
+    MODEL is a folder of safetensors or a hub id. The checkpoint and its memory are checked
+    before Ray starts. Ctrl-C lets running requests end, then stops everything.
+
+    \b
+      coterie serve ./demo_model
+      coterie serve MODEL --expert-memory 8GiB --port 9000
+      coterie serve ORG/NAME --download --expert-memory 50%
+      coterie serve --config coterie.yaml --set engine.seed=7
+    """
+    started = time.monotonic()
+    console = Console(highlight=False, soft_wrap=True)
+    signal.signal(signal.SIGTERM, _interrupt)
+    folder = locate(loaded.settings.model, download).resolve()
+    settings = _resolved(loaded.settings)
+    _refuse_taken_port(settings)
+    prepare_environment(settings.serving.max_body_bytes)
+    with console.status(f"checking {folder}"):
+        check = PreflightProcess(settings, folder)
+        import ray  # noqa: F401  # takes seconds, so beside the check
+
+        plan = check.result()
+    console.print(describe(plan))
+    with console.status("starting Ray") as status, local_ray(logical_cpus(settings)) as running:
+        service = LocalService(settings, running.logs)
+        status.update("starting the replicas")
+        service.deploy()
+        try:
+            service.await_ready(READY_LIMIT_S)
+            status.stop()
+            console.print(f"ready after {time.monotonic() - started:.0f} s. Try:\n")
+            console.print(example(service.url, model_name(settings)), end="\n\n", markup=False)
+            _watch(console, service)
+            console.print("stopping: running requests may end, new ones are refused")
+        finally:
+            service.stop()
+    console.print("stopped")
+
+
+def _watch(console: Console, service: LocalService) -> None:
+    console.print("Ctrl-C stops.")
+    try:
+        for change in service.changes():
+            console.print(change, markup=False)
+    except KeyboardInterrupt:
+        return
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _resolved(settings: Settings) -> Settings:
+    """With an absolute folder (replicas have another working directory) and a definite port."""
+    serving = settings.serving
+    if serving.port == 0:
+        with socket.create_server((serving.host, 0)) as probe:
+            serving = serving.model_copy(update={"port": probe.getsockname()[1]})
+    folder = Path(settings.model).expanduser()
+    model = str(folder.resolve()) if folder.is_dir() else settings.model
+    return settings.model_copy(update={"model": model, "serving": serving})
+
+
+def _refuse_taken_port(settings: Settings) -> None:
+    host, port = settings.serving.host, settings.serving.port
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        raise CoterieError(
+            f"cannot listen on {host}:{port}: {error.strerror}. Choose another --port or --host."
+        ) from error
+
+
+def describe(plan: Preflight) -> str:
+    """The model and its memory in three lines."""
+    shape = plan.shape
+    layers = shape.moe_layers
+    experts = sum(layer.num_experts for layer in layers)
+    kinds = dict.fromkeys((layer.num_experts, layer.top_k) for layer in layers)
+    each = ", ".join(f"{count} (top {top_k})" for count, top_k in kinds)
+    return (
+        f"{shape.model_type}: {shape.total_params / 1e6:,.1f} M parameters, a token uses "
+        f"{shape.token_activation_ratio:.1%} "
+        f"({shape.token_expert_activation_ratio:.1%} of the experts')\n"
+        f"experts: {len(layers)} layers of {each}, {format_bytes(shape.all_experts_bytes)}; "
+        f"slots for {sum(plan.slots_by_layer)} of {experts}\n"
+        f"memory of a replica: {format_bytes(plan.need_bytes)} on {plan.device} "
+        f"(slots {format_bytes(plan.slots_bytes)}, other weights "
+        f"{format_bytes(shape.backbone_bytes)}, KV {format_bytes(plan.kv_bytes)}, scratch "
+        f"{format_bytes(plan.scratch_bytes)}), {format_bytes(plan.available_bytes)} available"
+    )
+
+
+def logical_cpus(settings: Settings) -> int:
+    """CPUs that Ray is told of: enough to place everything. Threads share the real ones."""
+    serving = settings.serving
+    return max(os.cpu_count() or 1, math.ceil(serving.replicas * (serving.rank_cpus + 0.5)) + 1)
+
+
+def example(url: str, model: str) -> str:
+    """A curl line that works."""
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": "Write a story about a fox."}],
+        "max_tokens": 60,
+    }
+    return (
+        f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
+        f"  -d '{json.dumps(body)}'"
+    )
+
+
+serve = settings_command(_serve)

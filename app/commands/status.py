@@ -1,0 +1,71 @@
+"""`coterie status`: asks a running service for /health, /ready and /v1/models."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from typing import Annotated, Any
+
+import typer
+
+from core.errors import CoterieError
+
+TIMEOUT_S = 5.0
+# A proxy from the environment is for the outside; the service is ours.
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+def status(
+    url: Annotated[str, typer.Argument(help="Where the service listens.")] = (
+        "http://127.0.0.1:8000"
+    ),
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Ask a running service how it is. The exit code is 0 only when it is ready.
+
+    \b
+      coterie status
+      coterie status http://10.0.0.5:8000 --json
+    """
+    found = read_status(url)
+    if as_json:
+        print(json.dumps(found, indent=2))
+    else:
+        print(f"{found['url']}: {'ready' if found['ready'] else 'not ready'}")
+        print(f"models: {', '.join(found['models']) or 'none listed'}")
+        for name, value in found["details"].items():
+            print(f"{name}: {value}")
+    if not found["ready"]:
+        raise typer.Exit(1)
+
+
+def read_status(url: str) -> dict[str, Any]:
+    """{url, alive, ready, models, details}; `details` is what /ready says. Raises CoterieError."""
+    base = url.rstrip("/")
+    alive, _ = get_json(f"{base}/health")
+    ready, details = get_json(f"{base}/ready")
+    _, models = get_json(f"{base}/v1/models")
+    listed = models.get("data", []) if isinstance(models, dict) else []
+    return {
+        "url": base,
+        "alive": alive == 200,
+        "ready": ready == 200,
+        "models": [model["id"] for model in listed],
+        "details": details if isinstance(details, dict) else {},
+    }
+
+
+def get_json(url: str) -> tuple[int, Any]:
+    """HTTP status and JSON body, None where the body is none. CoterieError: nobody answered."""
+    try:
+        with _OPENER.open(url, timeout=TIMEOUT_S) as response:
+            code, body = response.status, response.read()
+    except urllib.error.HTTPError as error:
+        code, body = error.code, error.read()
+    except (OSError, ValueError) as error:
+        raise CoterieError(f"no answer from {url}: {error}") from error
+    try:
+        return code, json.loads(body)
+    except ValueError:
+        return code, None

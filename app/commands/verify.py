@@ -1,0 +1,78 @@
+"""`coterie verify`: reads a whole checkpoint before anything is served from it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+from core.config_model import format_bytes
+from expert_pool.model_location import locate
+
+if TYPE_CHECKING:
+    from expert_pool.checkpoint_index import CheckpointIndex
+    from expert_pool.verify import VerifyReport
+
+_EXIT_FAILURE = 1
+
+
+def verify(
+    model: Annotated[str, typer.Argument(help="Model folder, or hub id in the local cache.")],
+    download: Annotated[
+        bool, typer.Option("--download", help="Fetch a hub id that is not in the cache.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Account for every tensor of MODEL, read every byte, and learn or compare checksums.
+
+    Exits 1 where bytes differ from their checksum.
+    """
+    from expert_pool.checkpoint_index import CheckpointIndex
+
+    index = CheckpointIndex.open(locate(model, download=download))
+    report = _read_all(index)
+    if as_json:
+        print(json.dumps({"model": str(index.model_dir), **asdict(report)}, default=str))
+    else:
+        _print(index, report)
+    if report.mismatched:
+        raise typer.Exit(_EXIT_FAILURE)
+
+
+def _read_all(index: CheckpointIndex) -> VerifyReport:
+    from expert_pool.verify import total_bytes, verify_all
+
+    columns = (TextColumn("reading"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("reading", total=total_bytes(index))
+        return verify_all(index, lambda nbytes: progress.advance(task, nbytes))
+
+
+def _print(index: CheckpointIndex, report: VerifyReport) -> None:
+    shape = index.shape
+    console = Console(highlight=False)
+    console.print(
+        f"{shape.model_type}: {len(shape.moe_layers)} MoE layers, {report.experts} experts, "
+        f"{report.tensors} backbone tensors in {len(index.files)} files"
+    )
+    console.print(f"read {format_bytes(report.bytes_read)} in {report.seconds:.1f} s")
+    kept = f"kept in {report.checksums_path}" if report.checksums_path else "not kept"
+    console.print(f"checksums: {report.learned} learned, {kept}", soft_wrap=True)
+    if report.earlier_books:
+        console.print(
+            f"note: {len(report.earlier_books)} older books of checksums lie here: the weights "
+            "were replaced since, or the backbone is damaged"
+        )
+    for what in report.mismatched:
+        console.print(f"DIFFERS FROM ITS CHECKSUM: {what}", style="red")
+    if report.mismatched:
+        console.print(
+            "Fetch these files again. If they were replaced on purpose, delete "
+            f"{report.checksums_path} and verify once more."
+        )
+    else:
+        console.print("all bytes are as they should be", style="green")

@@ -1,0 +1,104 @@
+"""The Serve application: one gateway deployment before the replicas of the model."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+from ray import serve
+from ray.serve import Application
+from ray.serve.handle import DeploymentHandle
+
+from deployments.gateway import Gateway
+from deployments.http_api import make_http_api
+from deployments.settings import REFUSAL_ROOM, ServingSettings, check_sizes
+from deployments.supervisor import Supervisor
+from deployments.supervisor_client import SupervisorClient
+
+ENGINE_FACTORY = "engine.engine:open_engine"
+GATEWAY = "Gateway"
+SUPERVISOR = "Supervisor"
+_SHUTDOWN_ROOM_S = 5.0
+_CONSTRUCTOR_TRIES = 2
+
+
+@serve.ingress()
+class GatewayDeployment:
+    """A gateway in a Serve replica."""
+
+    def __init__(
+        self, model_name: str, model_dir: str, serving: ServingSettings, handle: DeploymentHandle
+    ) -> None:
+        may_idle = serving.min_replicas == 0
+        self._app_name = serve.get_replica_context().app_name
+        self._gateway = Gateway(
+            model_name,
+            Path(model_dir),
+            serving,
+            SupervisorClient(handle),
+            self._model_state if may_idle else None,
+        )
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        """Serve's hook: the ASGI application of this replica."""
+        return make_http_api(self._gateway)
+
+    async def status(self) -> dict[str, float]:
+        """Plain numbers about this process."""
+        return self._gateway.status()
+
+    async def _model_state(self) -> str:
+        """ "idle" with no replica and none in trouble, "running" with some, else Serve's word."""
+        status = await asyncio.to_thread(serve.status)
+        deployment = status.applications[self._app_name].deployments[SUPERVISOR]
+        if sum(deployment.replica_states.values()):
+            return "running"
+        return "idle" if deployment.status == "HEALTHY" else str(deployment.status)
+
+
+def application(
+    model_name: str,
+    model_dir: Path,
+    serving: ServingSettings,
+    engine: dict[str, Any],
+    pool: dict[str, Any],
+    engine_factory: str = ENGINE_FACTORY,
+) -> Application:
+    """The application that serves one model folder.
+
+    `engine` and `pool` are those rooms' settings as plain dicts; `engine_factory` is
+    "module:function" and runs in the rank. Raises SettingsError where sizes contradict.
+    """
+    max_sequences = int(engine.get("max_sequences", 1))
+    check_sizes(serving, max_sequences, engine.get("context_tokens"))
+    ongoing = serving.max_ongoing_requests + REFUSAL_ROOM
+    shutdown_s = serving.drain_s + _SHUTDOWN_ROOM_S
+    replicas: dict[str, Any] = {"num_replicas": serving.replicas}
+    if serving.min_replicas is not None and serving.min_replicas < serving.replicas:
+        replicas = {
+            "autoscaling_config": {
+                "min_replicas": serving.min_replicas,
+                "max_replicas": serving.replicas,
+                "target_ongoing_requests": max(1, max_sequences),
+            }
+        }
+    supervisor = serve.deployment(Supervisor, name=SUPERVISOR).options(
+        max_ongoing_requests=ongoing,
+        max_queued_requests=REFUSAL_ROOM * serving.replicas,
+        graceful_shutdown_timeout_s=shutdown_s,
+        max_constructor_retry_count=_CONSTRUCTOR_TRIES,
+        ray_actor_options={"num_cpus": 0.1},
+        **replicas,
+    )
+    settings = {"model": str(model_dir), "engine": engine, "pool": pool}
+    gateway = serve.deployment(GatewayDeployment, name=GATEWAY).options(
+        # Admission is the supervisors' matter; the gateway only has to hold what they hold.
+        max_ongoing_requests=(ongoing + REFUSAL_ROOM) * serving.replicas + REFUSAL_ROOM,
+        max_queued_requests=REFUSAL_ROOM,
+        graceful_shutdown_timeout_s=shutdown_s,
+        ray_actor_options={"num_cpus": 0.1},
+    )
+    handle = supervisor.bind(str(model_dir), serving, engine_factory, settings)
+    return gateway.bind(model_name, str(model_dir), serving, handle)

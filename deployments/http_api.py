@@ -1,0 +1,181 @@
+"""The routes of the gateway: HTTP in, OpenAI's shapes and errors out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from core.errors import CoterieError
+from deployments.gateway import EventStream, Gateway
+from deployments.openai_errors import (
+    HTTP_CODES,
+    BodyTooLargeError,
+    ErrorKind,
+    envelope,
+    error_object,
+)
+from deployments.proxy_guard import refused_header
+
+log = logging.getLogger("ray.serve")
+
+_CLIENT_GONE = 499
+Result = TypeVar("Result")
+
+
+def make_http_api(gateway: Gateway) -> FastAPI:
+    """The ASGI application over one gateway."""
+    api = FastAPI(
+        openapi_url=None, docs_url=None, redoc_url=None, telemetry={"auto_configure": False}
+    )
+
+    @api.post("/v1/chat/completions")
+    async def chat(request: Request) -> Response:
+        body = await _body(request, gateway)
+        return await _while_connected(request, gateway.chat(body))
+
+    @api.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        body = await _body(request, gateway)
+        return await _while_connected(request, gateway.completion(body))
+
+    @api.get("/v1/models")
+    async def models() -> Response:
+        return JsonBytes(gateway.models())
+
+    @api.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        return JsonBytes(gateway.model(name))
+
+    @api.get("/health")
+    async def health() -> Response:
+        return JsonBytes({"status": "alive"})
+
+    @api.get("/ready")
+    async def ready() -> Response:
+        is_ready, body = await gateway.ready()
+        return JsonBytes(body, status_code=200 if is_ready else 503)
+
+    @api.exception_handler(CoterieError)
+    async def ours(request: Request, error: CoterieError) -> Response:
+        status, body, headers = envelope(error)
+        if status >= 500 and status != 503:
+            log.error("Request failed: %s", error)
+        return JsonBytes(body, status_code=status, headers=headers)
+
+    @api.exception_handler(HTTPException)
+    async def of_routing(request: Request, error: HTTPException) -> Response:
+        code = HTTP_CODES.get(error.status_code)
+        kind = ErrorKind(error.status_code, "invalid_request_error", code)
+        said = {404: "There is no such URL", 405: "This URL takes another method"}
+        text = f"{said.get(error.status_code, error.detail)}: {request.method} {request.url.path}"
+        headers = dict(error.headers or {})
+        return JsonBytes(error_object(text, kind), status_code=error.status_code, headers=headers)
+
+    @api.exception_handler(Exception)
+    async def unforeseen(request: Request, error: Exception) -> Response:
+        # Starlette raises it again after this answer, so Serve logs it with its traceback.
+        status, body, headers = envelope(error)
+        return JsonBytes(body, status_code=status, headers=headers)
+
+    return api
+
+
+class JsonBytes(Response):
+    """A JSON body, encoded by msgspec."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        """The body's bytes."""
+        return msgspec.json.encode(content)
+
+
+class Events(Response):
+    """Server-sent events. However it ends, the request's place is freed."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, stream: EventStream) -> None:
+        self._stream = stream
+        self.status_code = 200
+        self.background = None
+        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The ASGI interface. Ends when the events do, or when the client leaves."""
+        try:
+            with contextlib.suppress(ClientGone):
+                await _race(receive, self._send_all(send))
+        finally:
+            self._stream.cancel()
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        async for data in self._stream.events:
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class ClientGone(Exception):
+    """The client closed its connection; nobody reads the answer."""
+
+
+async def _while_connected(
+    request: Request, work: Coroutine[Any, Any, dict[str, Any] | EventStream]
+) -> Response:
+    try:
+        result = await _race(request.receive, work)
+    except ClientGone:
+        return Response(status_code=_CLIENT_GONE)
+    return Events(result) if isinstance(result, EventStream) else JsonBytes(result)
+
+
+async def _race(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+    """The work's result; cancels it and raises ClientGone when the client leaves first.
+
+    The server's own cancellation on disconnect depends on request headers; this does not.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGone
+    finally:
+        gone.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task})
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        continue
+
+
+async def _body(request: Request, gateway: Gateway) -> bytes:
+    """The body, read no further than the limit. Raises RequestError."""
+    if (refusal := refused_header(request.scope["headers"])) is not None:
+        raise refusal
+    limit = gateway.serving.max_body_bytes
+    declared = request.headers.get("content-length", "0")
+    if declared.isdigit() and int(declared) > limit:
+        raise BodyTooLargeError(f"The body has {declared} bytes; the limit is {limit} bytes.")
+    parts = []
+    size = 0
+    async for part in request.stream():
+        parts.append(part)
+        size += len(part)
+        if size > limit:
+            raise BodyTooLargeError(f"The body has over {limit} bytes, which is the limit.")
+    return b"".join(parts)

@@ -1,0 +1,168 @@
+"""The rank: a Ray actor that holds the engine and steps it, beside a supervisor on its node.
+
+This file itself needs neither Ray nor torch; the engine factory it is given imports torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from core.errors import CoterieError, RequestError
+from deployments.rank_channel import (
+    Add,
+    Cancel,
+    ChannelError,
+    Down,
+    Fatal,
+    Heartbeat,
+    Idle,
+    RankInfo,
+    RankSocket,
+    Ready,
+    Rejected,
+    Step,
+    Stop,
+)
+
+if TYPE_CHECKING:
+    from engine.engine import Engine
+
+HEARTBEAT_S = 1.0
+INVARIANTS_EVERY_S = 1.0
+"""Least time between two checks of the invariants; they run only when the engine is idle."""
+
+
+def rank_info(engine: Engine) -> RankInfo:
+    """What the supervisor and the gateway need to know of an engine."""
+    return RankInfo(
+        pid=os.getpid(),
+        model_type=engine.shape.model_type,
+        vocab_size=engine.shape.vocab_size,
+        context_tokens=engine.limits.context_tokens,
+        max_sequences=engine.limits.max_sequences,
+        eos_ids=tuple(engine.eos_ids),
+    )
+
+
+class RankActor:
+    """One device, one engine, one channel. `run` lasts as long as the rank."""
+
+    def run(self, socket_path: str, engine_factory: str, settings: dict[str, Any]) -> None:
+        """Make the engine, then step it until told to stop or the supervisor is gone.
+
+        `engine_factory` is "module:function"; the function gets `settings`.
+        """
+        threads = int(settings.get("engine", {}).get("threads") or 0) or os.cpu_count() or 1
+        # Ray limits OpenMP to the CPUs it reserved for the actor; ours is a placement count.
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+        with RankSocket(socket_path) as link:
+            loop = StepLoop(link)
+            threading.Thread(target=loop.beat, daemon=True).start()
+            threading.Thread(target=loop.read, daemon=True).start()
+            try:
+                engine = _import(engine_factory)(settings)
+                link.send(Ready(rank_info(engine)))
+                loop.run(engine)
+            except ChannelError:
+                return  # the supervisor is gone, and with it the reason to run
+            # Whatever else ends the rank is told to the supervisor, which makes a new one.
+            except Exception as error:
+                loop.report(error)
+
+
+class StepLoop:
+    """Takes messages between steps, steps while there is work, sends each result up."""
+
+    def __init__(self, link: RankSocket) -> None:
+        self._link = link
+        self._inbox: queue.SimpleQueue[Down | None] = queue.SimpleQueue()
+        self._step_began: float | None = None
+        self._stopped = False
+        self._checked_s = 0.0
+
+    def read(self) -> None:
+        """Reader thread: from the socket to the inbox; None marks its end."""
+        message: Down | None = Stop()
+        while message is not None:
+            message = self._link.receive()
+            self._inbox.put(message)
+
+    def beat(self) -> None:
+        """Heartbeat thread: also tells how long the present step lasts, so a hang shows."""
+        while not self._stopped:
+            began = self._step_began
+            age_s = 0.0 if began is None else time.monotonic() - began
+            try:
+                self._link.send(Heartbeat(age_s))
+            except ChannelError:
+                return
+            time.sleep(HEARTBEAT_S)
+
+    def run(self, engine: Engine) -> None:
+        """Until Stop or the end of the channel; closes the engine."""
+        was_busy = True
+        try:
+            while True:
+                busy = engine.has_work()
+                if was_busy and not busy:
+                    self._report_idle(engine)
+                was_busy = busy
+                if not self._take_messages(engine, wait=not busy):
+                    return
+                was_busy = True
+                if engine.has_work():
+                    self._step_began = time.monotonic()
+                    result = engine.step()
+                    self._step_began = None
+                    self._link.send(Step(result))
+        finally:
+            self._stopped = True
+            engine.close()
+
+    def report(self, error: Exception) -> None:
+        """Tell the supervisor why the rank ends, if it still listens."""
+        self._stopped = True
+        kind = type(error).__name__ if isinstance(error, CoterieError) else "Exception"
+        text = str(error) if isinstance(error, CoterieError) else f"{type(error).__name__}: {error}"
+        try:
+            self._link.send(Fatal(kind, text))
+        except ChannelError:
+            return
+
+    def _take_messages(self, engine: Engine, wait: bool) -> bool:
+        """Everything in the inbox; False when the rank is to end."""
+        while wait or not self._inbox.empty():
+            message = self._inbox.get()
+            wait = False
+            if message is None or isinstance(message, Stop):
+                return False
+            if isinstance(message, Add):
+                try:
+                    engine.add(message.request)
+                except RequestError as error:
+                    kind = type(error).__name__
+                    identity = message.request.request_id
+                    self._link.send(Rejected(identity, kind, str(error), error.param))
+            elif isinstance(message, Cancel):
+                engine.cancel(message.request_id, message.index)
+        return True
+
+    def _report_idle(self, engine: Engine) -> None:
+        now = time.monotonic()
+        if now - self._checked_s >= INVARIANTS_EVERY_S:
+            engine.check_invariants()
+            self._checked_s = now
+        self._link.send(Idle(engine.gauges()))
+
+
+def _import(path: str) -> Callable[[dict[str, Any]], Any]:
+    module, _, name = path.partition(":")
+    factory: Callable[[dict[str, Any]], Any] = getattr(importlib.import_module(module), name)
+    return factory

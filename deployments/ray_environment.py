@@ -1,0 +1,27 @@
+"""Environment variables that Ray's processes must find when they start. No Ray import here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+MAX_BODY_VARIABLE = "COTERIE_PROXY_MAX_BODY_BYTES"
+"""Body limit at the HTTP proxy, in bytes; the gateway has its own from the settings."""
+
+SERVE_ENVIRONMENT = {
+    # Serve's flags are read when it is imported, in every process: streams of single tokens are
+    # several times faster with the first one; the second keeps HTTP at the proxy, on one port.
+    "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+    "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0",
+    # What the proxy itself would do with a request's headers and body is decided before it.
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deployments.proxy_guard:middlewares",
+    # Idle OpenMP threads of one process must not spin on the cores of another.
+    "OMP_WAIT_POLICY": "passive",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+}
+"""Needed on every node before `ray start`."""
+
+
+def source_folder() -> str:
+    """The folder that holds the rooms; Ray's processes need it on PYTHONPATH."""
+    return str(Path(__file__).resolve().parent.parent)

@@ -1,0 +1,105 @@
+"""Settings of the HTTP service and the objectives it is held to. No torch, no Ray."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field, model_validator
+
+from core.config_model import ByteCount, ConfigModel
+from core.errors import SettingsError
+
+Positive = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0)]
+
+
+class ObjectiveSettings(ConfigModel):
+    """What counts as good service; later parts decide by these two numbers."""
+
+    ttft_ms: Annotated[float, Field(gt=0)] = 2000.0
+    """Time to first token that a request should meet, in milliseconds."""
+    tpot_ms: Annotated[float, Field(gt=0)] = 200.0
+    """Time per output token after the first that a request should meet, in milliseconds."""
+
+
+class ServingSettings(ConfigModel):
+    """The HTTP service: address, replicas, limits, and how long to wait for what."""
+
+    host: str = "127.0.0.1"
+    """Address the HTTP proxy listens on."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    """Port the HTTP proxy listens on."""
+    model_name: str | None = None
+    """Name of the model in requests and in /v1/models; left out: the folder's name or hub id."""
+    replicas: Positive = 1
+    """Replicas of the model (at most, where min_replicas is below it)."""
+    min_replicas: Annotated[int, Field(ge=0)] | None = None
+    """Fewest replicas; below `replicas`, Serve scales between both; 0 lets an idle model unload."""
+    rank_cpus: Annotated[float, Field(ge=0)] = 0.5
+    """Logical CPUs that Ray reserves for a rank (a count for placement, not a limit)."""
+    max_body_bytes: ByteCount = 8 * 1024**2
+    """Largest request body, in bytes; larger ones get 413."""
+    max_ongoing_requests: Positive = 512
+    """Requests a replica holds at once, running and waiting together."""
+    max_queued_requests: Positive = 256
+    """Requests a replica keeps waiting before it answers 503."""
+    max_queued_prompt_tokens: Positive = 2_000_000
+    """Prompt tokens a replica keeps waiting before it answers 503."""
+    default_max_tokens: Positive | None = None
+    """Cap on generated tokens where a request names none; left out: what the context leaves."""
+    max_n: Positive = 16
+    """Most choices (`n`) one request may ask for."""
+    max_stop_strings: Positive = 16
+    """Most stop strings one request may name."""
+    max_stop_chars: Positive = 512
+    """Longest stop string, in characters."""
+    drain_s: Seconds = 30.0
+    """How long running streams may go on after a stop was asked for, in seconds."""
+    rank_wait_s: Seconds = 60.0
+    """How long a request waits for a rank that is being made again before it gets 503."""
+    rank_start_s: Seconds = 1800.0
+    """How long a rank may take to load its model before it is given up, in seconds."""
+    heartbeat_timeout_s: Seconds = 15.0
+    """Silence of a rank after which it counts as dead, in seconds."""
+    step_timeout_s: Seconds = 300.0
+    """Length of one step after which the rank counts as hung, in seconds."""
+
+    @model_validator(mode="after")
+    def _replica_bounds(self) -> ServingSettings:
+        if self.min_replicas is not None and self.min_replicas > self.replicas:
+            raise ValueError(
+                f"min_replicas ({self.min_replicas}) is above replicas ({self.replicas}); "
+                "lower the one or raise the other"
+            )
+        return self
+
+
+def check_sizes(serving: ServingSettings, max_sequences: int, context_tokens: int | None) -> None:
+    """Refuse queue sizes that contradict the engine's. Raises SettingsError."""
+    if context_tokens is not None and serving.max_queued_prompt_tokens < context_tokens:
+        raise SettingsError(
+            f"serving.max_queued_prompt_tokens ({serving.max_queued_prompt_tokens}) is below "
+            f"engine.context_tokens ({context_tokens}): the longest prompt could never wait. "
+            "Raise the first or lower the second."
+        )
+    if max_sequences > serving.max_ongoing_requests:
+        raise SettingsError(
+            f"engine.max_sequences ({max_sequences}) is above serving.max_ongoing_requests "
+            f"({serving.max_ongoing_requests}): the batch could never fill. Raise the second or "
+            "lower the first."
+        )
+    if serving.max_n > max(max_sequences, 1) * 64:
+        raise SettingsError(
+            f"serving.max_n ({serving.max_n}) is more than 64 times engine.max_sequences "
+            f"({max_sequences}): one request would hold the batch for 64 rounds. Lower max_n."
+        )
+
+
+def hand_over_limit(max_sequences: int) -> int:
+    """Sequences a supervisor lets its rank hold at once: the batch and a few to choose from."""
+    return max_sequences + max(2, max_sequences // 2)
+
+
+REFUSAL_ROOM = 64
+"""Calls beyond max_ongoing_requests that Serve may hand to a replica. The replica's own queue
+decides about admission, so Serve's limit lies above it: room to refuse, and to answer status."""

@@ -1,0 +1,200 @@
+"""Continuous batching: which sequences decode and which prompt parts prefill in the next step.
+
+Decoding sequences go first and always fit; prompt parts fill what is left of the token budget,
+oldest first, so prefill never starves decode and nobody is overtaken. A prompt's blocks are taken
+when it is admitted; a decoding sequence takes one block at a time and, where none is free, sends
+the youngest sequence back to wait and be computed again.
+"""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass
+
+from core.step import SequencePart, StepPlan
+from engine.kv_pages import KvPages
+from engine.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A planned step with the sequences behind its parts."""
+
+    plan: StepPlan
+    sequences: tuple[Sequence, ...]
+    """One for each part of the plan."""
+    outgrown: tuple[Sequence, ...]
+    """Sequences that alone need more KV blocks than exist; already removed."""
+    preemptions: int
+    prefix_hit_tokens: int
+
+
+class Batcher:
+    """Holds the waiting and the running sequences. Not thread-safe; no clock, no torch."""
+
+    def __init__(
+        self,
+        pages: KvPages,
+        max_sequences: int,
+        max_step_tokens: int,
+        whole_prompts: bool = False,
+    ) -> None:
+        """`whole_prompts`: a prompt passes in one part, even beyond `max_step_tokens`."""
+        self._pages = pages
+        self._max_sequences = max_sequences
+        self._max_step_tokens = max_step_tokens
+        self._whole_prompts = whole_prompts
+        self.waiting: list[Sequence] = []
+        """Oldest first."""
+        self.running: list[Sequence] = []
+        """Oldest first; each holds its blocks."""
+        self._released: list[int] = []
+
+    def add(self, sequence: Sequence) -> None:
+        """Queues a sequence behind all older ones."""
+        bisect.insort(self.waiting, sequence, key=lambda s: s.sequence_id)
+
+    def remove(self, sequence: Sequence, keep_content: bool = True) -> list[int]:
+        """Takes a sequence out, wherever it is, and frees its blocks.
+
+        Returns the blocks that nobody holds any more and whose content was given up.
+        """
+        if sequence in self.running:
+            self.running.remove(sequence)
+            return self._let_go(sequence, keep_content)
+        self.waiting.remove(sequence)
+        return []
+
+    def plan(self) -> Batch:
+        """The next step; its plan has no parts when nothing can run."""
+        outgrown: list[Sequence] = []
+        preempted = 0
+        budget = self._max_step_tokens
+        decoding: list[Sequence] = []
+        for sequence in [s for s in self.running if s.pending == 1]:
+            if sequence not in self.running:
+                continue  # preempted for an older one
+            preempted += self._make_room(sequence, outgrown)
+            if sequence in self.running:
+                decoding.append(sequence)
+        budget -= len(decoding)
+        scheduled = [(s, 1) for s in sorted(decoding, key=lambda s: (s.computed, s.sequence_id))]
+        for sequence in [s for s in self.running if s.pending > 1]:
+            budget -= self._schedule_prompt(sequence, budget, scheduled)
+        hits = 0
+        blocked = preempted > 0  # what was just sent away must not come back in the same step
+        position = 0
+        while not blocked and budget > 0 and position < len(self.waiting):
+            sequence = self.waiting[position]
+            if sequence.waits_for_leader:
+                position += 1
+                continue
+            if len(self.running) >= self._max_sequences or not self._admit(sequence):
+                break
+            del self.waiting[position]
+            hits += sequence.computed
+            budget -= self._schedule_prompt(sequence, budget, scheduled)
+        parts = tuple(self._part(sequence, count) for sequence, count in scheduled)
+        released, self._released = tuple(self._released), []
+        return Batch(
+            plan=StepPlan(parts=parts, released=released),
+            sequences=tuple(sequence for sequence, _ in scheduled),
+            outgrown=tuple(outgrown),
+            preemptions=preempted,
+            prefix_hit_tokens=hits,
+        )
+
+    def advance(self, batch: Batch, failed: frozenset[int] = frozenset()) -> None:
+        """Books what a step computed, and publishes the blocks that it completed.
+
+        `failed` holds ids of sequences whose rows are not to be trusted.
+        """
+        size = self._pages.block_tokens
+        for part, sequence in zip(batch.plan.parts, batch.sequences, strict=True):
+            if sequence.sequence_id in failed:
+                continue
+            before = sequence.computed // size
+            sequence.computed += len(part.token_ids)
+            full = sequence.computed // size
+            if sequence.shares_blocks and full > before:
+                hashes = sequence.hashes(full, size)
+                for number in range(before, full):
+                    self._pages.publish(sequence.block_ids[number], hashes[number])
+
+    def _schedule_prompt(
+        self, sequence: Sequence, budget: int, scheduled: list[tuple[Sequence, int]]
+    ) -> int:
+        """Adds a part of the prompt within the budget; returns its tokens."""
+        count = min(sequence.pending, budget)
+        if self._whole_prompts and count < sequence.pending:
+            # One that can never fit the budget gets a step of its own beside the decoding ones.
+            alone = all(other.pending == 1 for other, _ in scheduled)
+            count = sequence.pending if budget > 0 and alone else 0
+        if count > 0:
+            scheduled.append((sequence, count))
+        return count
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Takes all blocks of a waiting sequence, reusing cached ones, if they are free."""
+        size = self._pages.block_tokens
+        total = self._pages.blocks_for(len(sequence.token_ids))
+        # The last token is always computed: its logits are what the answer begins with.
+        reusable = (len(sequence.token_ids) - 1) // size
+        found = self._pages.find(sequence.hashes(reusable, size))
+        spare = len(self.running)  # each running sequence may need a block soon
+        if not self._pages.can_allocate(total - len(found) + spare, found):
+            return False
+        self._pages.hold(found)
+        sequence.block_ids = found + self._pages.allocate(total - len(found))
+        sequence.computed = len(found) * size
+        if sequence.generated == 0:
+            sequence.cached_tokens = sequence.computed
+        bisect.insort(self.running, sequence, key=lambda s: s.sequence_id)
+        return True
+
+    def _make_room(self, sequence: Sequence, outgrown: list[Sequence]) -> int:
+        """Gets the block that the next token needs; returns how many sequences it cost."""
+        need = self._pages.blocks_for(sequence.computed + 1)
+        if need <= len(sequence.block_ids):
+            return 0
+        if need > self._pages.num_blocks:
+            self._end(sequence, outgrown)
+            return 0
+        preempted = 0
+        while not self._pages.can_allocate(1):
+            youngest = self.running[-1]
+            if youngest is sequence and len(self.running) == 1:
+                self._end(sequence, outgrown)
+                return preempted
+            self.running.pop()
+            self._let_go(youngest, keep_content=True)
+            youngest.computed = 0
+            self.add(youngest)
+            preempted += 1
+            if youngest is sequence:
+                return preempted
+        sequence.block_ids += self._pages.allocate(1)
+        return preempted
+
+    def _end(self, sequence: Sequence, outgrown: list[Sequence]) -> None:
+        self.running.remove(sequence)
+        self._let_go(sequence, keep_content=True)
+        outgrown.append(sequence)
+
+    def _let_go(self, sequence: Sequence, keep_content: bool) -> list[int]:
+        freed = self._pages.release(sequence.block_ids, keep_content)
+        sequence.block_ids = []
+        self._released.append(sequence.sequence_id)
+        return freed
+
+    def _part(self, sequence: Sequence, count: int) -> SequencePart:
+        start = sequence.computed
+        end = start + count
+        return SequencePart(
+            sequence_id=sequence.sequence_id,
+            start=start,
+            token_ids=tuple(sequence.token_ids[start:end]),
+            block_ids=tuple(sequence.block_ids[: self._pages.blocks_for(end)]),
+            is_decode=start >= sequence.prompt_tokens,
+            wants_logits=end == len(sequence.token_ids),
+        )

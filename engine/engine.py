@@ -1,0 +1,418 @@
+"""The engine of one rank: requests in, one StepResult a step out.
+
+    engine = Engine.open("path/to/model")
+    for text in engine.chat([{"role": "user", "content": "Hello"}]):
+        print(text, end="", flush=True)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch
+
+from core.config_model import format_bytes
+from core.errors import BudgetError, CoterieError, ExpertReadError, RequestError, RoutingError
+from core.model_shape import ModelShape
+from core.request import Request
+from core.step import PoolStepStats, SequenceOutput, StepPlan, StepResult, StepStats, TokenLogprob
+from engine.backbone import Backbone
+from engine.batcher import Batch, Batcher
+from engine.kv_pages import KvPages
+from engine.paged_attention import ATTENTION_NAME
+from engine.paged_runner import PagedRunner
+from engine.sampler import Sampled, SamplingState, sample
+from engine.sequence import Sequence
+from engine.settings import EngineSettings
+from engine.stock_runner import StockRunner
+from expert_pool.checkpoint_index import CheckpointIndex
+from expert_pool.experts_forward import register
+from expert_pool.model_location import locate
+from expert_pool.pool import ExpertPool
+from expert_pool.settings import PoolSettings
+
+if TYPE_CHECKING:
+    from engine.chat import ChatSession
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a request must fit."""
+
+    context_tokens: int
+    """Prompt and answer together."""
+    max_sequences: int
+    """Sequences that run at once."""
+    kv_blocks: int
+    kv_block_tokens: int
+
+
+class Engine:
+    """Owns a model's backbone, its expert pool, its KV pages and the step loop's state."""
+
+    @classmethod
+    def open(
+        cls,
+        model: str | Path,
+        engine: EngineSettings | Mapping[str, Any] | None = None,
+        pool: PoolSettings | Mapping[str, Any] | None = None,
+    ) -> Engine:
+        """The engine of a model folder or of a hub id in the local cache."""
+        return cls(
+            locate(str(model)),
+            EngineSettings.model_validate(engine or {}),
+            PoolSettings.model_validate(pool or {}),
+        )
+
+    def __init__(self, model_dir: Path, engine: EngineSettings, pool: PoolSettings) -> None:
+        """Loads the backbone and reserves pages, scratch and expert slots.
+
+        Raises CheckpointError, SettingsError or BudgetError; nothing is served half.
+        """
+        if engine.threads:
+            torch.set_num_threads(engine.threads)
+        register()
+        index = CheckpointIndex.open(model_dir, None if engine.dtype == "auto" else engine.dtype)
+        self.model_dir = index.model_dir
+        self.shape: ModelShape = index.shape
+        self._settings = engine
+        self._pool = ExpertPool(index, pool, device=engine.device)
+        backbone = Backbone.open(
+            index,
+            self._pool,
+            device=engine.device,
+            context_tokens=engine.context_tokens,
+            attention=ATTENTION_NAME if not _is_state_family(index) else None,
+        )
+        self.eos_ids: tuple[int, ...] = backbone.eos_ids
+        size = engine.kv_block_tokens
+        blocks = _kv_blocks(self.shape, engine, backbone.context_tokens)
+        self.limits = Limits(backbone.context_tokens, engine.max_sequences, blocks, size)
+        self._shares_prefixes = not backbone.state_family
+        self._runner: PagedRunner | StockRunner
+        if backbone.state_family:
+            self._runner = StockRunner(backbone)
+        else:
+            _check_memory(self.shape, engine, blocks)
+            self._runner = PagedRunner(
+                backbone.model, blocks, size, engine.max_step_tokens, engine.scratch_memory
+            )
+        self._pages = KvPages(blocks, size)
+        self._batcher = Batcher(
+            self._pages, engine.max_sequences, engine.max_step_tokens, backbone.whole_prompt_only
+        )
+        self._live: dict[tuple[str, int], Sequence] = {}
+        self._sampling: dict[int, SamplingState] = {}
+        self._ended: list[SequenceOutput] = []
+        """Outputs of sequences that ended outside of a step, for the next result."""
+        self._next_sequence_id = 0
+        self._steps = 0
+        self._chat: ChatSession | None = None
+
+    def add(self, request: Request) -> None:
+        """Queues a request. Raises RequestError, and then nothing of it is queued."""
+        self._check(request)
+        leader: Sequence | None = None
+        for index in range(request.n):
+            params = request.params
+            sequence = Sequence(
+                self._next_sequence_id, request, index, self._salt(request), leader=leader
+            )
+            leader = leader or (sequence if sequence.shares_blocks else None)
+            seed = params.seed
+            entropy = (seed + index,) if seed is not None else (
+                self._settings.seed, sequence.sequence_id
+            )
+            ends = params.stop_token_ids + (() if params.ignore_eos else self.eos_ids)
+            self._sampling[sequence.sequence_id] = SamplingState(
+                params, request.prompt_ids, ends, [abs(part) for part in entropy]
+            )
+            self._next_sequence_id += 1
+            self._live[request.request_id, index] = sequence
+            self._batcher.add(sequence)
+
+    def cancel(self, request_id: str, index: int | None = None) -> None:
+        """Ends a request, or one sequence of it, at once: its KV blocks are free on return.
+
+        The next step reports it as cancelled. Unknown and finished ones are ignored.
+        """
+        for key in [k for k in self._live if k[0] == request_id and index in (None, k[1])]:
+            sequence = self._live[key]
+            self._drop(sequence)
+            self._ended.append(self._output(sequence, finish_reason="cancelled"))
+
+    def has_work(self) -> bool:
+        """Whether a step would do or report anything."""
+        return bool(self._live or self._ended)
+
+    def step(self) -> StepResult:
+        """Runs one step. A fault ends the sequences it concerns, never the engine."""
+        began = time.perf_counter()
+        batch = self._batcher.plan()
+        outputs, self._ended = self._ended, []
+        for sequence in batch.outgrown:
+            self._forget(sequence)
+            outputs.append(self._output(sequence, finish_reason="length"))
+        stats = StepStats(step=self._steps, step_s=0.0, preemptions=batch.preemptions)
+        self._steps += 1
+        if batch.plan.parts:
+            outputs += self._run(batch, stats)
+        elif batch.plan.released:
+            self._runner.release(batch.plan.released)
+        stats.prefix_hit_tokens = batch.prefix_hit_tokens
+        self._fill_gauges(stats)
+        stats.step_s = time.perf_counter() - began
+        return StepResult(outputs=tuple(outputs), stats=stats)
+
+    def gauges(self) -> StepStats:
+        """The state between steps: what runs and waits, which blocks are held."""
+        stats = StepStats(step=self._steps, step_s=0.0)
+        self._fill_gauges(stats)
+        return stats
+
+    def generate(self, requests: Iterable[Request]) -> dict[str, list[list[int]]]:
+        """Runs requests to their end: token ids by request id, one list for each of its n.
+
+        Raises RequestError for a request that is refused or fails.
+        """
+        tokens: dict[str, list[list[int]]] = {}
+        for request in requests:
+            self.add(request)
+            tokens[request.request_id] = [[] for _ in range(request.n)]
+        while self.has_work():
+            for output in self.step().outputs:
+                if output.error is not None:
+                    raise RequestError(f"{output.request_id}: {output.error}")
+                if output.request_id in tokens:
+                    tokens[output.request_id][output.index] += output.token_ids
+        return tokens
+
+    def chat(self, messages: list[dict[str, Any]], **params: Any) -> Iterator[str]:
+        """The answer to chat messages, piece by piece.
+
+        `params` are fields of SamplingParams; the model's own generation_config.json supplies
+        those left out, and max_tokens is what the context leaves room for.
+        """
+        from engine.chat import ChatSession
+
+        if self._chat is None:
+            self._chat = ChatSession(self)
+        return self._chat.answer(messages, **params)
+
+    def check_invariants(self) -> None:
+        """Raises RuntimeError where books do not balance; call it when idle or in tests."""
+        self._pages.check_invariants()
+        self._pool.check_invariants()
+        queued = len(self._batcher.running) + len(self._batcher.waiting)
+        if queued != len(self._live) or len(self._sampling) != len(self._live):
+            raise RuntimeError(
+                f"{len(self._live)} live sequences, {queued} queued, {len(self._sampling)} sampled"
+            )
+        if not self._live and self._pages.used:
+            raise RuntimeError(f"idle, and {self._pages.used} KV blocks are held")
+
+    def close(self) -> None:
+        """Ends the expert pool's threads and gives its memory back."""
+        self._pool.close()
+
+    def _run(self, batch: Batch, stats: StepStats) -> list[SequenceOutput]:
+        plan = batch.plan
+        stats.decode_tokens = sum(len(part.token_ids) for part in plan.parts if part.is_decode)
+        stats.prefill_tokens = plan.num_tokens - stats.decode_tokens
+        self._pool.begin_step()
+        try:
+            try:
+                logits = self._runner.run(plan)
+            finally:
+                stats.pool = self._pool.end_step()
+            faults = _faults(plan, stats.pool)
+            wanting = [i for i, part in enumerate(plan.parts) if part.wants_logits]
+            states = [self._sampling[plan.parts[i].sequence_id] for i in wanting]
+            sampled = dict(zip(wanting, sample(logits, states), strict=True))
+        # Whatever a step raises concerns the sequences in it; the loop goes on for the others.
+        except Exception as error:
+            return [self._fail(sequence, error) for sequence in batch.sequences]
+        for i, token in sampled.items():
+            if token is None and i not in faults:
+                faults[i] = RoutingError("The model's output is not finite for this request.")
+        self._batcher.advance(batch, frozenset(plan.parts[i].sequence_id for i in faults))
+        outputs = []
+        for i, sequence in enumerate(batch.sequences):
+            if i in faults:
+                outputs.append(self._fail(sequence, faults[i]))
+            elif (found := sampled.get(i)) is not None:
+                outputs.append(self._accept(sequence, found))
+        return outputs
+
+    def _accept(self, sequence: Sequence, sampled: Sampled) -> SequenceOutput:
+        """Appends a token, or ends the sequence by it."""
+        state = self._sampling[sequence.sequence_id]
+        params = sequence.request.params
+        token = sampled.token_id
+        ends = token in params.stop_token_ids or (token in self.eos_ids and not params.ignore_eos)
+        state.accept(token)
+        if ends:
+            self._drop(sequence)
+            return self._output(sequence, finish_reason="stop", sampled=state.generated)
+        sequence.token_ids.append(token)
+        full = state.generated >= params.max_tokens
+        output = self._output(
+            sequence,
+            token_ids=(token,),
+            logprobs=(sampled.logprob,) if sampled.logprob is not None else (),
+            finish_reason="length" if full else None,
+            sampled=state.generated,
+        )
+        if full:
+            self._drop(sequence)
+        return output
+
+    def _fail(self, sequence: Sequence, error: Exception) -> SequenceOutput:
+        output = self._output(
+            sequence,
+            finish_reason="error",
+            error=str(error) or type(error).__name__,
+            error_type=type(error).__name__ if isinstance(error, CoterieError) else "CoterieError",
+        )
+        self._drop(sequence, keep_content=False)
+        return output
+
+    def _drop(self, sequence: Sequence, keep_content: bool = True) -> None:
+        blank = self._batcher.remove(sequence, keep_content)
+        if not keep_content and isinstance(self._runner, PagedRunner):
+            self._runner.discard(blank)
+        self._forget(sequence)
+
+    def _forget(self, sequence: Sequence) -> None:
+        del self._live[sequence.request.request_id, sequence.index]
+        # Its followers need not wait for a leader that is gone.
+        sequence.computed = max(sequence.computed, sequence.prompt_tokens)
+
+    def _output(
+        self,
+        sequence: Sequence,
+        token_ids: tuple[int, ...] = (),
+        logprobs: tuple[TokenLogprob, ...] = (),
+        finish_reason: Any = None,
+        error: str | None = None,
+        error_type: str | None = None,
+        sampled: int | None = None,
+    ) -> SequenceOutput:
+        if finish_reason is not None:
+            state = self._sampling.pop(sequence.sequence_id)
+            sampled = state.generated
+        return SequenceOutput(
+            request_id=sequence.request.request_id,
+            index=sequence.index,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            finish_reason=finish_reason,
+            error=error,
+            error_type=error_type,
+            completion_tokens=sampled or 0,
+            cached_tokens=sequence.cached_tokens,
+        )
+
+    def _fill_gauges(self, stats: StepStats) -> None:
+        stats.running = len(self._batcher.running)
+        stats.waiting = len(self._batcher.waiting)
+        stats.kv_blocks_used = self._pages.used
+        stats.kv_blocks_total = self._pages.num_blocks
+
+    def _salt(self, request: Request) -> str | None:
+        """Who may share the request's blocks: its tenant, or its own n sequences, or nobody."""
+        if not self._shares_prefixes:
+            return None
+        if self._settings.prefix_cache:
+            return f"tenant {request.tenant}"
+        return f"request {self._next_sequence_id}" if request.n > 1 else None
+
+    def _check(self, request: Request) -> None:
+        params, vocab = request.params, self.shape.vocab_size
+        prompt, limit = len(request.prompt_ids), self.limits.context_tokens
+        if any(key[0] == request.request_id for key in self._live):
+            raise RequestError(f"A request {request.request_id!r} is running already.")
+        if prompt + params.max_tokens > limit:
+            raise RequestError(
+                f"The prompt has {prompt} tokens and max_tokens is {params.max_tokens}; together "
+                f"they may be at most {limit} tokens, the context served here.",
+                "messages" if prompt >= limit else "max_tokens",
+            )
+        room = self.limits.kv_blocks * self.limits.kv_block_tokens
+        if prompt > room:
+            raise RequestError(
+                f"The prompt has {prompt} tokens and max_tokens is {params.max_tokens}; the KV "
+                f"pages hold at most {room} tokens.",
+                "messages",
+            )
+        for name, ids in (
+            ("prompt", request.prompt_ids),
+            ("logit_bias", [token for token, _ in params.logit_bias]),
+            ("stop_token_ids", params.stop_token_ids),
+        ):
+            wrong = next((token for token in ids if not 0 <= token < vocab), None)
+            if wrong is not None:
+                raise RequestError(
+                    f"Token ids must lie between 0 and {vocab - 1}, found {wrong}.", name
+                )
+
+
+def open_engine(settings: dict[str, Any]) -> Engine:
+    """An engine from plain settings {"model": ..., "engine": {...}, "pool": {...}}."""
+    return Engine.open(settings["model"], settings.get("engine"), settings.get("pool"))
+
+
+def _is_state_family(index: CheckpointIndex) -> bool:
+    from engine.backbone import has_state_layers
+
+    return has_state_layers(index.config)
+
+
+def _kv_blocks(shape: ModelShape, settings: EngineSettings, context_tokens: int) -> int:
+    """Blocks that kv_memory holds, at most what all sequences at full context can use.
+
+    Raises BudgetError if it holds none.
+    """
+    block_bytes = shape.kv_block_bytes(settings.kv_block_tokens)
+    useful = settings.max_sequences * -(-context_tokens // settings.kv_block_tokens)
+    if block_bytes == 0:
+        return useful
+    if settings.kv_memory < block_bytes:
+        raise BudgetError(
+            f"One KV block of {settings.kv_block_tokens} tokens needs {format_bytes(block_bytes)}; "
+            f"engine.kv_memory has {format_bytes(settings.kv_memory)}. Raise it."
+        )
+    return min(useful, settings.kv_memory // block_bytes)
+
+
+def _check_memory(shape: ModelShape, settings: EngineSettings, blocks: int) -> None:
+    """Raises BudgetError before the operating system does it in its own way."""
+    if settings.device != "cpu":
+        return
+    need = blocks * shape.kv_block_bytes(settings.kv_block_tokens) + settings.scratch_memory
+    have = psutil.virtual_memory().available
+    if need > have:
+        raise BudgetError(
+            f"KV pages and scratch need {need} bytes, this machine has {have} bytes free. "
+            "Lower engine.kv_memory or engine.scratch_memory."
+        )
+
+
+def _faults(plan: StepPlan, stats: PoolStepStats) -> dict[int, Exception]:
+    """Parts of the plan that hold a row whose routing or experts failed."""
+    if not stats.bad_rows and not stats.failed_rows:
+        return {}
+    owner = [i for i, part in enumerate(plan.parts) for _ in part.token_ids]
+    faults: dict[int, Exception] = {}
+    for row in stats.failed_rows:
+        faults[owner[row]] = ExpertReadError(
+            "An expert that this request needs could not be read; it is quarantined."
+        )
+    for row in stats.bad_rows:
+        faults[owner[row]] = RoutingError("A router's output is not finite for this request.")
+    return faults

@@ -1,0 +1,301 @@
+"""Attention over a flattened ragged batch whose keys and values lie in pages.
+
+`PagedCache.update` writes the step's new keys and values; `paged_attention`, registered under
+ATTENTION_NAME, then gathers what each query sees: one call for each length bucket of decoding
+sequences, one for each prompt part. What a call gathers is bounded by the scratch budget; longer
+spans are cut along the keys and merged by their log-sum-exp (Dao et al. 2022, section 3.1).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AttentionInterface
+from transformers.cache_utils import Cache
+
+from engine.attention_layout import AttentionLayer
+from engine.mla import absorb_keys, expand_values
+from engine.step_layout import Span, StepLayout
+
+ATTENTION_NAME = "coterie_paged"
+"""Not known to transformers' AttentionMaskInterface, so that models skip mask creation."""
+
+_flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    scaling: float,
+    softcap: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention and the log-sum-exp of its scores: ([B, H, Q, Dv], [B, H, Q] fp32).
+
+    query [B, H, Q, D], key [B, Hkv, K, D], value [B, Hkv, K, Dv], additive mask broadcastable to
+    [B, H, Q, K]; heads are grouped as H / Hkv neighbours.
+    """
+    same_dims = query.shape[-1] == value.shape[-1]
+    if query.device.type == "cpu" and same_dims and softcap is None:
+        out, lse = _flash_cpu(query, key, value, 0.0, causal, attn_mask=mask, scale=scaling)
+        return out, lse
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scores = (query @ key.transpose(-1, -2)).float() * scaling
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+    if mask is not None:
+        scores = scores + mask
+    lse = scores.logsumexp(-1)
+    return scores.softmax(-1).nan_to_num(0.0).to(value.dtype) @ value, lse
+
+
+class KvStore:
+    """The pages of all layers, and the scratch that gathers go through."""
+
+    def __init__(
+        self,
+        layers: tuple[AttentionLayer, ...],
+        num_blocks: int,
+        block_tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        scratch_bytes: int,
+    ) -> None:
+        self.block_tokens = block_tokens
+        self.scratch_bytes = scratch_bytes
+        self.step: StepLayout | None = None
+        own = {x.layer_idx: x for x in layers if x.shares_layer is None}
+        # Written, not only mapped: the memory is there from the start, and no stale NaN exists.
+        self.pages = {
+            idx: torch.empty(
+                (num_blocks, block_tokens, x.values_per_token), dtype=dtype, device=device
+            ).zero_()
+            for idx, x in own.items()
+        }
+        widest = max((x.values_per_token for x in own.values()), default=0)
+        block_values = block_tokens * widest
+        self._scratch = torch.empty(
+            max(scratch_bytes // dtype.itemsize, block_values), dtype=dtype, device=device
+        ).zero_()
+
+    def clear_blocks(self, block_ids: list[int]) -> None:
+        """Zeroes blocks whose content may not be finite: masked keys still meet 0 * NaN."""
+        for pages in self.pages.values():
+            pages[block_ids] = 0
+
+    def gather(self, pages: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        """[len(table), block_tokens, width] copied to scratch; valid until the next gather."""
+        shape = (len(table), *pages.shape[1:])
+        out = self._scratch[: shape[0] * shape[1] * shape[2]].view(shape)
+        return torch.index_select(pages, 0, table, out=out)
+
+
+class PagedCache(Cache):
+    """Writes new keys and values to pages and hands them back for prompts that need no others."""
+
+    def __init__(self, store: KvStore, layers: tuple[AttentionLayer, ...]) -> None:
+        super().__init__(layers=[])
+        self._store = store
+        self._latent = {x.layer_idx for x in layers if x.latent}
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """key_states and value_states [1, heads, T, dim] of the step; returns what was written."""
+        step = self._store.step
+        if step is None:
+            raise RuntimeError("PagedCache.update outside of a step")
+        pages = self._store.pages[layer_idx].view(-1, self._store.pages[layer_idx].shape[-1])
+        if layer_idx in self._latent:
+            latent = torch.cat([key_states, value_states], dim=-1)
+            pages.index_copy_(0, step.slots, latent[0, 0])
+            return latent, latent
+        keys = key_states[0].transpose(0, 1).flatten(1)
+        values = value_states[0].transpose(0, 1).flatten(1)
+        pages.index_copy_(0, step.slots, torch.cat([keys, values], dim=1))
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> Any:
+        """[T] offsets that turn 0 .. T-1 into positions, for models that count from the cache."""
+        step = self._store.step
+        if step is None:
+            return 0
+        return step.position_ids[0] - torch.arange(step.num_tokens, device=step.device)
+
+
+class LayerAttention:
+    """One layer's attention over the pages it owns or shares."""
+
+    def __init__(self, layer: AttentionLayer, store: KvStore) -> None:
+        self._layer = layer
+        self._store = store
+        source = layer.layer_idx if layer.shares_layer is None else layer.shares_layer
+        self._pages = store.pages[source]
+        if layer.latent:
+            self._width = layer.key_dim + layer.value_dim
+            layer.module.expand_kv = lambda latent, _: (latent, latent)
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """query [1, H, T, D] and the step's new key and value; returns [1, T, H, Dv]."""
+        step = self._store.step
+        if step is None:
+            raise RuntimeError("paged attention outside of a step")
+        if self._layer.latent:
+            query = absorb_keys(self._layer.module, query)
+        spans = step.spans_for(self._layer.window)
+        heads, width = query.shape[1], value.shape[-1]
+        out = None
+        for span in spans:
+            result, lse = self._span(span, query, key, value, scaling, softcap)
+            if sinks is not None:
+                # A sink is one more score in the denominator only.
+                result = result * torch.sigmoid(lse - sinks[:, None])[..., None].to(result.dtype)
+            flat = result.transpose(1, 2).reshape(-1, heads, width)
+            if len(spans) == 1:
+                out = flat
+                break
+            if out is None:
+                out = flat.new_empty((step.num_tokens, heads, width))
+            out[span.rows] = flat
+        if out is None:
+            raise RuntimeError("a step without tokens")
+        if self._layer.latent:
+            out = expand_values(self._layer.module, out[..., : self._layer.key_dim])
+        return out.contiguous().unsqueeze(0)
+
+    def _span(
+        self,
+        span: Span,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float,
+        softcap: float | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[count, H, queries, Dv] and [count, H, queries] of one span."""
+        rows = query[0][:, span.rows]
+        if span.fresh_causal:
+            fresh = slice(None), slice(None), span.rows
+            return attend(rows[None], key[fresh], value[fresh], None, True, scaling, softcap)
+        heads, kv_heads = query.shape[1], key.shape[1]
+        if span.queries == 1:
+            # [B, H, 1, D] -> [B, Hkv, H / Hkv, D]: neighbours that share keys become queries.
+            packed = rows.transpose(0, 1).reshape(span.count, kv_heads, heads // kv_heads, -1)
+        else:
+            packed = rows[None]
+        out, lse = self._gathered(span, packed, scaling, softcap)
+        shape = (span.count, heads, span.queries)
+        return out.reshape(*shape, -1), lse.reshape(shape)
+
+    def _gathered(
+        self, span: Span, query: torch.Tensor, scaling: float, softcap: float | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cuts the span into calls that fit the scratch budget: by sequence, then by keys."""
+        block_bytes = self._pages[0].numel() * self._pages.element_size()
+        budget = self._store.scratch_bytes
+        lines = budget // (span.blocks * block_bytes)
+        mask_bytes = span.queries * self._store.block_tokens * self._pages.element_size()
+        blocks = span.blocks
+        if span.queries > 1:
+            # A prompt part's mask counts too; what the gather may take is what it leaves.
+            blocks = max(1, min(blocks, budget // (block_bytes + mask_bytes)))
+        if lines >= span.count and blocks == span.blocks:
+            if span.mask is None:
+                span.mask = self._mask(span, 0, span.blocks)
+            return self._call(query, span.table, span.mask, scaling, softcap)
+        blocks = max(1, min(blocks, budget // block_bytes))
+        table = span.table.view(span.count, span.blocks)
+        lines = max(1, lines)
+        parts = []
+        for line in range(0, span.count, lines):
+            merged = None
+            few = slice(line, line + lines)
+            for first in range(0, span.blocks, blocks):
+                some = table[few, first : first + blocks]
+                mask = self._mask(span, first, some.shape[1])[few]
+                out, lse = self._call(query[few], some.reshape(-1), mask, scaling, softcap)
+                # A row that sees none of these keys adds nothing.
+                lse = lse.masked_fill(torch.isneginf(mask.amax(-1)), -torch.inf)
+                merged = (out.float(), lse) if merged is None else _merge(merged, (out, lse))
+            if merged is not None:
+                parts.append(merged)
+        out = torch.cat([part[0] for part in parts]).to(query.dtype)
+        return out, torch.cat([part[1] for part in parts])
+
+    def _mask(self, span: Span, first_block: int, blocks: int) -> torch.Tensor:
+        size = self._store.block_tokens
+        seen = span.visible(self._layer.window, first_block * size, blocks * size)
+        mask = torch.zeros(seen.shape, dtype=self._pages.dtype)
+        mask.masked_fill_(torch.from_numpy(~seen), -torch.inf)
+        return mask.to(self._pages.device).unsqueeze(1)
+
+    def _call(
+        self,
+        query: torch.Tensor,
+        table: torch.Tensor,
+        mask: torch.Tensor,
+        scaling: float,
+        softcap: float | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        gathered = self._store.gather(self._pages, table)
+        count = query.shape[0]
+        flat = gathered.view(count, -1, gathered.shape[-1])
+        if self._layer.latent:
+            key = value = flat.unsqueeze(1)
+        else:
+            heads, split = self._layer.kv_heads, self._layer.kv_heads * self._layer.key_dim
+            key = flat[..., :split].unflatten(-1, (heads, -1)).transpose(1, 2)
+            value = flat[..., split:].unflatten(-1, (heads, -1)).transpose(1, 2)
+        mask = mask.expand(-1, -1, query.shape[2], -1)
+        return attend(query, key, value, mask, False, scaling, softcap)
+
+
+def _merge(
+    one: tuple[torch.Tensor, torch.Tensor], two: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over the union of two disjoint sets of keys, in fp32."""
+    total = torch.logaddexp(one[1], two[1])
+    weights = [torch.exp(part[1] - total).nan_to_num(0.0)[..., None] for part in (one, two)]
+    return one[0] * weights[0] + two[0].float() * weights[1], total
+
+
+def paged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention interface; the layer's pages hang on the module."""
+    layer: LayerAttention = module._coterie_attention  # type: ignore[assignment]
+    if scaling is None:
+        scaling = query.shape[-1] ** -0.5
+    return layer(query, key, value, scaling, softcap, s_aux), None
+
+
+AttentionInterface.register(ATTENTION_NAME, paged_attention)

@@ -1,0 +1,174 @@
+"""The experts function: transformers' own grouped_mm arithmetic, over a pool of slots.
+
+Registered in transformers' experts interface as "coterie", it serves every family whose experts
+module uses that interface. For one expert: all of its rows in one product. For one token: each
+expert's output times its weight in the promoted dtype, restored to [T, K, H], one sum over K in
+router order, one cast. So the result is bitwise that of stock grouped_mm, wherever experts lie.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from core.errors import CoterieError
+from core.model_shape import experts_scratch_bytes
+from expert_pool.grouped_linear import ExpertGroup
+from expert_pool.routing import Routing, sort_by_expert
+from expert_pool.tables import IntArray
+
+if TYPE_CHECKING:
+    from expert_pool.pool import ExpertPool
+
+IMPLEMENTATION = "coterie"
+
+
+def register() -> None:
+    """Make `experts_implementation="coterie"` known to transformers. May be called twice."""
+    ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
+
+
+@torch.no_grad()
+def experts_forward(
+    module: torch.nn.Module,
+    hidden: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+) -> torch.Tensor:
+    """`[T, H]`, router's choice `[T, K]` and its weights `[T, K]` to the experts' output `[T, H]`.
+
+    Rows that cannot be served are reported to the pool and come out as zeros (bad routing) or
+    without the experts that could not be read; other rows are as they would be without them.
+    Inputs whose intermediate results exceed the pool's scratch budget pass in equal row chunks;
+    their number depends on T alone, so the answer never depends on where experts lie.
+    """
+    attached = getattr(module, "_coterie", None)
+    if attached is None:
+        raise CoterieError(
+            "expected experts attached to a pool: call ExpertPool.attach(model) before the model"
+        )
+    pool, layer = attached
+    num_rows = hidden.shape[0]
+    if num_rows == 0:
+        return torch.zeros_like(hidden)
+    chunks = -(-num_rows // rows_a_chunk(pool, layer, hidden, top_k_index, top_k_weights))
+    if chunks == 1:
+        return _forward_chunk(module, pool, layer, hidden, top_k_index, top_k_weights, 0)
+    out = torch.empty_like(hidden)
+    bounds = [num_rows * at // chunks for at in range(chunks + 1)]
+    for start, stop in pairwise(bounds):
+        out[start:stop] = _forward_chunk(
+            module,
+            pool,
+            layer,
+            hidden[start:stop],
+            top_k_index[start:stop],
+            top_k_weights[start:stop],
+            start,
+        )
+    return out
+
+
+def rows_a_chunk(
+    pool: ExpertPool,
+    layer: int,
+    hidden: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+) -> int:
+    """How many rows may pass a layer at once within the pool's scratch budget; at least one."""
+    hidden_size = hidden.shape[-1]
+    up_values, down_values = pool.projection_values[layer]
+    per_pair = experts_scratch_bytes(
+        hidden_size=hidden_size,
+        up_width=up_values // hidden_size,
+        intermediate_size=down_values // hidden_size,
+        dtype_bytes=hidden.element_size(),
+        weighted_bytes=torch.promote_types(hidden.dtype, top_k_weights.dtype).itemsize,
+    )
+    return int(max(1, pool.settings.scratch_bytes // (per_pair * top_k_index.shape[-1])))
+
+
+def _forward_chunk(
+    module: Any,
+    pool: ExpertPool,
+    layer: int,
+    hidden: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    first_row: int,
+) -> torch.Tensor:
+    num_rows, top_k = top_k_index.shape
+    routing = sort_by_expert(top_k_index, top_k_weights, pool.index.layers[layer].num_experts)
+    weights = top_k_weights.reshape(-1)
+    by_pair: torch.Tensor | None = None
+    experts_pass = pool.demand(layer, routing.counts, num_rows)
+    groups = iter(experts_pass)
+    try:
+        for experts in groups:
+            if experts.size == 0:
+                continue
+            group, pairs = _make_group(pool, layer, routing, experts, hidden.device)
+            rows = hidden.index_select(0, torch.div(pairs, top_k, rounding_mode="floor"))
+            weighted = _apply_experts(module, group, rows) * weights[pairs].unsqueeze(-1)
+            if by_pair is None:
+                by_pair = weighted.new_empty((num_rows * top_k, weighted.shape[-1]))
+            by_pair[pairs] = weighted
+    finally:
+        groups.close()
+    _report(pool, routing, experts_pass.failed, top_k, first_row)
+    if by_pair is None:
+        return torch.zeros_like(hidden)
+    lost = [routing.dropped_pairs]
+    lost += [routing.order[routing.starts[e] : routing.starts[e + 1]] for e in experts_pass.failed]
+    missing = np.concatenate(lost)
+    if missing.size:
+        by_pair[torch.from_numpy(missing).to(by_pair.device)] = 0
+    out = by_pair.view(num_rows, top_k, -1).sum(dim=1).to(hidden.dtype)
+    if routing.bad_rows.size:
+        out[torch.from_numpy(routing.bad_rows).to(out.device)] = 0
+    return out
+
+
+def _make_group(
+    pool: ExpertPool, layer: int, routing: Routing, experts: IntArray, device: torch.device
+) -> tuple[ExpertGroup, torch.Tensor]:
+    """Pinned experts in slot order, and the pairs that they compute in the same order."""
+    residency = pool.residency
+    residency.states.check_pinned(layer, experts)
+    slots = residency.addresses.lookup(layer, experts)
+    if residency.ordered_from(layer) is None:
+        by_slot = np.argsort(slots)
+        experts, slots = experts[by_slot], slots[by_slot]
+        pairs = np.concatenate(
+            [routing.order[routing.starts[e] : routing.starts[e + 1]] for e in experts]
+        )
+    else:
+        pairs = routing.order
+    group = ExpertGroup(residency.arena(layer), slots, routing.counts[experts], device)
+    return group, torch.from_numpy(pairs).to(device)
+
+
+def _apply_experts(module: Any, group: ExpertGroup, rows: torch.Tensor) -> torch.Tensor:
+    """Each row through its expert, not yet weighted: `[S, H]` to `[S, H]`."""
+    transposed = bool(module.is_transposed)
+    up = group.linear(rows, "gate_up_proj" if module.has_gate else "up_proj", transposed)
+    inner = group.activate(module._apply_gate if module.has_gate else module.act_fn, up)
+    out = group.linear(inner, "down_proj", transposed)
+    if module.has_post_expert_norm:
+        out = module.post_expert_norm(out)
+    return out
+
+
+def _report(
+    pool: ExpertPool, routing: Routing, failed: list[int], top_k: int, first_row: int
+) -> None:
+    if routing.bad_rows.size:
+        pool.report_bad_rows((routing.bad_rows + first_row).tolist())
+    for expert in failed:
+        pairs = routing.order[routing.starts[expert] : routing.starts[expert + 1]]
+        pool.report_failed_rows((pairs // top_k + first_row).tolist())

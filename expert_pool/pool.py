@@ -1,0 +1,280 @@
+"""The expert pool: a bounded number of slots that experts pass through as tokens need them."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from core.errors import CheckpointError
+from core.step import PoolStepStats
+from expert_pool.checksums import ChecksumBook
+from expert_pool.file_reader import FileReader, Reader
+from expert_pool.policies import make_policy
+from expert_pool.residency import Residency
+from expert_pool.settings import PoolSettings, expert_memory_bytes
+from expert_pool.store import PRELOAD, ExpertStore, Load
+from expert_pool.tables import IntArray, ResidencyViolation, State
+from expert_pool.waves import LayerPass
+
+if TYPE_CHECKING:
+    from expert_pool.checkpoint_index import CheckpointIndex, LayerSpec
+
+_SAVE_CHECKSUMS_EVERY_S = 30.0
+
+
+class ExpertPool:
+    """Experts of one model on one device. One step thread calls it; its readers are its own."""
+
+    def __init__(
+        self,
+        index: CheckpointIndex,
+        settings: PoolSettings,
+        device: str | torch.device = "cpu",
+        reader: Reader | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Reserves the slots and starts the reader threads.
+
+        Raises BudgetError, naming need and have in bytes, where `settings.expert_memory` or the
+        machine does not hold top_k experts a layer.
+        """
+        self.index = index
+        self.settings = settings
+        self.device = torch.device(device)
+        layers = index.layers
+        num_experts = max(layer.num_experts for layer in layers)
+        all_bytes = sum(layer.num_experts * layer.slot_bytes for layer in layers)
+        self.residency = Residency(
+            layers,
+            expert_memory_bytes(settings.expert_memory, all_bytes),
+            make_policy(settings.policy, len(layers), num_experts),
+            self.device,
+            clock,
+        )
+        self._checksums = ChecksumBook(index) if settings.verify_checksums else None
+        self._clock = clock
+        self._unsaved_since: float | None = None
+        self._store = ExpertStore(
+            index,
+            reader or FileReader(index.files, direct=settings.direct_io),
+            settings.read_threads,
+            self._checksums.get if self._checksums else None,
+        )
+        self._loads: dict[tuple[int, int], Load] = {}
+        self.loads = np.zeros((len(layers), num_experts), dtype=np.int64)
+        """(token, expert) pairs computed so far, by layer and expert."""
+        self.stats = PoolStepStats()
+        """Of the step under way."""
+        self.row_offset = 0
+        """Row of the step's flattened batch that the next forward call begins with; set by
+        runners that pass a step in several calls, put back to 0 by `begin_step`."""
+        self.projection_values = [_projection_values(layer) for layer in layers]
+        """Values of one expert's up and down projections, by layer."""
+        self._bad_rows: set[int] = set()
+        self._failed_rows: set[int] = set()
+        self._step = 0
+        self._asked_in_step = np.zeros_like(self.loads)
+        self._evictions_before = 0
+
+    def attach(self, model: torch.nn.Module) -> None:
+        """Mark the model's experts modules, so that `experts_forward` finds the pool."""
+        for layer in self.index.layers:
+            module = model.get_submodule(layer.module_name)
+            names = {param.name for param in layer.params}
+            expected = {"gate_up_proj" if module.has_gate else "up_proj", "down_proj"}
+            if module.has_bias:
+                expected |= {f"{name}_bias" for name in expected}
+            if not expected <= names:
+                raise CheckpointError(
+                    f"{layer.module_name}: expected parameters {sorted(expected)}, "
+                    f"found {sorted(names)}"
+                )
+            object.__setattr__(module, "_coterie", (self, layer.ordinal))
+
+    def begin_step(self) -> None:
+        """Start counting a step."""
+        self._take_in(self._store.finished(wait=False))
+        self.stats = PoolStepStats()
+        self.row_offset = 0
+        self._bad_rows.clear()
+        self._failed_rows.clear()
+        self._step += 1
+        self._evictions_before = self.residency.evictions
+
+    def end_step(self) -> PoolStepStats:
+        """What the step cost. Raises ResidencyViolation if an expert is still pinned."""
+        self._take_in(self._store.finished(wait=False))
+        if self.residency.states.pins.any():
+            raise ResidencyViolation("experts are still pinned at the end of a step")
+        self.stats.evictions = self.residency.evictions - self._evictions_before
+        self.stats.bad_rows = tuple(sorted(self._bad_rows))
+        self.stats.failed_rows = tuple(sorted(self._failed_rows))
+        if (
+            self._unsaved_since is not None
+            and self._clock() - self._unsaved_since > _SAVE_CHECKSUMS_EVERY_S
+        ):
+            self._save_checksums()
+        return self.stats
+
+    def demand(self, layer: int, counts: IntArray, tokens: int) -> LayerPass:
+        """`tokens` rows are at a layer and chose each of its experts `counts[expert]` times."""
+        if self._loads:
+            self._take_in(self._store.finished(wait=False))
+        active = np.flatnonzero(counts)
+        used = counts[active]
+        states = self.residency.states
+        asked = self._asked_in_step[layer]
+        first = asked[active] != self._step
+        asked[active] = self._step
+        new = int(np.count_nonzero(first))
+        hits = int(np.count_nonzero(first & states.is_resident(layer, active)))
+        pairs = int(used.sum())
+        stats = self.stats
+        stats.demand_hits += hits
+        stats.demand_misses += new - hits
+        stats.routed_pairs += pairs
+        stats.waves += max(1, -(-active.size // self.residency.quotas[layer]))
+        self.loads[layer][active] += used
+        self.residency.policy.touch(layer, active, used, tokens)
+        return LayerPass(self, layer, active)
+
+    def report_bad_rows(self, rows: Sequence[int]) -> None:
+        """Rows of the present forward call whose routing is NaN, infinite or out of range."""
+        self._bad_rows.update(self.row_offset + row for row in rows)
+
+    def report_failed_rows(self, rows: Sequence[int]) -> None:
+        """Rows of the present forward call that needed an expert which could not be read."""
+        self._failed_rows.update(self.row_offset + row for row in rows)
+
+    def expected_cost(self, experts_by_layer: Mapping[int, Sequence[int]]) -> int:
+        """Bytes that would be read if these experts were asked for now. Changes nothing."""
+        total = 0
+        for layer, experts in experts_by_layer.items():
+            distinct = np.unique(np.asarray(experts, dtype=np.int64))
+            missing = distinct.size - int(self.residency.states.is_resident(layer, distinct).sum())
+            if missing:
+                total += missing * self.index.record(layer, 0).nbytes
+        return total
+
+    def move_quota(self, from_ordinal: int, to_ordinal: int, slots: int = 1) -> None:
+        """Hand slots of one layer to another of equal shape, between steps.
+
+        Raises BudgetError where a layer would have fewer slots than top_k or more than experts.
+        """
+        self.settle()
+        self.residency.move_quota(from_ordinal, to_ordinal, slots)
+
+    def preload(self, experts: Sequence[tuple[int, int]]) -> None:
+        """Begin to read (layer, expert) pairs while nothing else is to be read, first ones first.
+
+        Takes free slots, then evicts experts that are not among them. What finds no room, is
+        there already, or is quarantined, is left out.
+        """
+        by_layer: dict[int, list[int]] = {}
+        for layer, expert in dict.fromkeys(experts):
+            by_layer.setdefault(layer, []).append(expert)
+        rank = {pair: at for at, pair in enumerate(dict.fromkeys(experts))}
+        admitted = []
+        for layer, wanted in by_layer.items():
+            row = self.residency.states.state[layer]
+            missing = [expert for expert in wanted if row[expert] == State.UNLOADED]
+            for expert, slot in self.residency.admit(layer, missing, keep=np.array(wanted)):
+                admitted.append((rank[layer, expert], layer, expert, slot))
+        for _, layer, expert, slot in sorted(admitted):
+            self.submit(layer, expert, slot, PRELOAD)
+
+    def settle(self) -> None:
+        """Wait until every load under way has come in."""
+        while self._loads:
+            self.collect(wait=True)
+
+    def resident_counts(self) -> IntArray:
+        """Resident experts of each layer."""
+        return self.residency.states.resident_counts.copy()
+
+    def check_invariants(self) -> None:
+        """Raise ResidencyViolation unless all tables agree. Between steps."""
+        self.residency.check_invariants()
+        loading = np.argwhere(self.residency.states.state == State.LOADING)
+        if sorted(self._loads) != [tuple(pair) for pair in loading.tolist()]:
+            raise ResidencyViolation("experts are LOADING without a load, or the other way round")
+        if len(self._loads) != self._store.in_flight:
+            raise ResidencyViolation("loads under way are miscounted")
+
+    def close(self) -> None:
+        """Stop the readers, keep what was learned. The pool is of no use afterwards."""
+        self._store.close()
+        self._save_checksums()
+
+    def submit(self, layer: int, expert: int, slot: int, priority: int) -> None:
+        """Have the store fill a slot that was admitted."""
+        if self.residency.states.state[layer, expert] != State.LOADING:
+            raise ResidencyViolation(
+                f"layer {layer} expert {expert}: its slot may be written only while LOADING"
+            )
+        fence = None
+        if self.device.type == "cuda":
+            fence = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            fence.record(torch.cuda.current_stream(self.device))
+        load = Load(layer, expert, self.residency.arena(layer).slot(slot), priority, fence)
+        self._loads[layer, expert] = load
+        self._store.submit(load)
+
+    def hurry(self, layer: int, expert: int) -> None:
+        """An expert that is being preloaded is needed now."""
+        self._store.hurry(self._loads[layer, expert])
+
+    def call_off_preloads(self, layer: int) -> bool:
+        """Free the slots of a layer's preloads that have not begun; True if there were any."""
+        preloads = [
+            load
+            for load in self._loads.values()
+            if load.layer == layer and load.priority == PRELOAD
+        ]
+        called_off = [load for load in preloads if self._store.call_off(load)]
+        for load in called_off:
+            del self._loads[layer, load.expert]
+            self.residency.called_off(layer, load.expert)
+        return bool(called_off)
+
+    def collect(self, wait: bool) -> list[Load]:
+        """Take in the loads that are done; with `wait`, at least one if any is under way."""
+        if not self._loads:
+            return []
+        return self._take_in(self._store.finished(wait))
+
+    def _take_in(self, loads: list[Load]) -> list[Load]:
+        for load in loads:
+            del self._loads[load.layer, load.expert]
+            self.stats.rereads += max(0, load.attempts - 1)
+            self.stats.records_read += load.full_reads
+            self.stats.bytes_read += load.full_reads * load.record_bytes
+            if load.error is not None:
+                self.residency.failed(load.layer, load.expert)
+                continue
+            self.residency.landed(load.layer, load.expert)
+            self._learn(load)
+        return loads
+
+    def _learn(self, load: Load) -> None:
+        if self._checksums is None or load.digest is None:
+            return
+        if self._checksums.get(load.layer, load.expert) is None:
+            self._checksums.learn(load.layer, load.expert, load.digest)
+            if self._unsaved_since is None:
+                self._unsaved_since = self._clock()
+
+    def _save_checksums(self) -> None:
+        if self._checksums is not None and self._unsaved_since is not None:
+            self._checksums.save()
+        self._unsaved_since = None
+
+
+def _projection_values(layer: LayerSpec) -> tuple[int, int]:
+    values = {param.name: math.prod(param.shape) for param in layer.params}
+    return values.get("gate_up_proj") or values["up_proj"], values["down_proj"]

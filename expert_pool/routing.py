@@ -1,0 +1,66 @@
+"""What a router chose for the rows of one forward call, sorted by expert."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from expert_pool.tables import IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """Pairs (row, choice) of `[T, K]`, numbered row * K + choice."""
+
+    order: IntArray
+    """Pair numbers sorted by expert, rows ascending within one; pairs out of range left out."""
+    counts: IntArray
+    """Pairs of each expert, [E]."""
+    starts: IntArray
+    """Where in `order` each expert's pairs begin, [E + 1]."""
+    bad_rows: IntArray
+    """Rows with a weight that is not finite or an index outside 0..E-1, ascending."""
+    dropped_pairs: IntArray
+    """Pairs out of range, which no expert computes."""
+
+
+_NOTHING = np.zeros(0, dtype=np.int64)
+
+
+def sort_by_expert(
+    top_k_index: torch.Tensor, top_k_weights: torch.Tensor, num_experts: int
+) -> Routing:
+    """Sorts the router's choice `[T, K]` and finds rows that cannot be served.
+
+    A bad row's valid pairs stay in, so that its neighbours' experts see the same number of rows
+    as if it were good.
+    """
+    chosen = top_k_index.cpu().numpy().reshape(-1)
+    # A stable sort of 16-bit keys is a radix sort. Values out of range are looked for first.
+    in_range = int(chosen.min()) >= 0 and int(chosen.max()) < num_experts
+    bad: npt.NDArray[np.bool_] | None = None
+    dropped = _NOTHING
+    if not in_range:
+        outside = (chosen < 0) | (chosen >= num_experts)
+        dropped = np.flatnonzero(outside)
+        bad = np.any(outside.reshape(top_k_index.shape), axis=1)
+        chosen = np.where(outside, num_experts, chosen)
+    # One sum is not finite if any weight is not.
+    if not np.isfinite(float(top_k_weights.sum(dtype=torch.float32))):
+        wild: npt.NDArray[np.bool_] = (~torch.isfinite(top_k_weights)).any(dim=1).cpu().numpy()
+        bad = wild if bad is None else np.logical_or(bad, wild)
+    key = np.int16 if num_experts < 2**15 - 1 else np.int64
+    order = np.argsort(chosen.astype(key), kind="stable")
+    counts = np.bincount(chosen, minlength=num_experts)[:num_experts]
+    starts = np.zeros(num_experts + 1, dtype=np.int64)
+    np.cumsum(counts, out=starts[1:])
+    return Routing(
+        order=order[: starts[-1]],
+        counts=counts,
+        starts=starts,
+        bad_rows=_NOTHING if bad is None else np.flatnonzero(bad),
+        dropped_pairs=dropped,
+    )
