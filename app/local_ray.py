@@ -24,6 +24,9 @@ LOCAL_ENVIRONMENT = {
 }
 """Set before Ray is imported, unless the user set them; every Ray process inherits them."""
 
+MAX_TEMP_PATH = 24
+"""Ray makes sockets some 80 characters below its folder, and a socket's path ends at 107 bytes."""
+
 
 @dataclass(frozen=True, slots=True)
 class LocalRay:
@@ -54,8 +57,10 @@ def local_ray(num_cpus: int | None = None) -> Iterator[LocalRay]:
     """
     import ray
 
-    # Short: Ray makes sockets below it, and a socket's path ends at 107 bytes.
-    folder = Path(tempfile.mkdtemp(prefix="coterie-"))
+    short = len(tempfile.gettempdir()) <= MAX_TEMP_PATH
+    folder = Path(tempfile.mkdtemp(prefix="coterie-", dir=None if short else "/tmp"))
+    # Temporary files of every Ray process go there too, and so end with it.
+    os.environ["TMPDIR"] = str(folder)
     try:
         context = ray.init(
             address="local",

@@ -102,9 +102,14 @@ def check_model(settings: Settings, folder: Path) -> Preflight:
 
 
 def _kv_bytes(shape: ModelShape, engine: EngineSettings) -> int:
-    context = min(engine.context_tokens or shape.context_limit_tokens, shape.context_limit_tokens)
-    most = -(-context // engine.kv_block_tokens) * engine.max_sequences
-    return min(engine.kv_memory, most * shape.kv_block_bytes(engine.kv_block_tokens))
+    limit = shape.context_limit_tokens
+    blocks = shape.kv_blocks(
+        engine.kv_memory,
+        engine.kv_block_tokens,
+        engine.max_sequences,
+        min(engine.context_tokens or limit, limit),
+    )
+    return blocks * shape.kv_block_bytes(engine.kv_block_tokens)
 
 
 def _available_bytes(device: str) -> int:

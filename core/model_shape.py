@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import msgspec
 
+from core.errors import BudgetError
+
 SLOT_ALIGN_BYTES = 4096
 """Slots start at page boundaries, so that a direct read can land in place."""
 PARAM_ALIGN_BYTES = 64
@@ -90,6 +92,24 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         """Bytes of one KV block over all layers."""
         values = sum(layer.values_per_token for layer in self.kv_layers)
         return values * block_tokens * self.dtype_bytes
+
+    def kv_blocks(
+        self, kv_memory: int, block_tokens: int, max_sequences: int, context_tokens: int
+    ) -> int:
+        """Blocks that `kv_memory` bytes hold, at most what all sequences at full context use.
+
+        Raises BudgetError where it holds none.
+        """
+        block_bytes = self.kv_block_bytes(block_tokens)
+        useful = max_sequences * -(-context_tokens // block_tokens)
+        if block_bytes == 0:
+            return useful
+        if kv_memory < block_bytes:
+            raise BudgetError(
+                f"one KV block of {block_tokens} tokens needs {block_bytes} bytes, "
+                f"engine.kv_memory has {kv_memory} bytes; raise it"
+            )
+        return min(useful, kv_memory // block_bytes)
 
     @property
     def all_experts_bytes(self) -> int:

@@ -54,14 +54,17 @@ class Admission:
 
     @property
     def queued_requests(self) -> int:
+        """Requests that wait here."""
         return len(self._queue)
 
     @property
     def queued_prompt_tokens(self) -> int:
+        """Prompt tokens of the requests that wait here."""
         return self._tokens
 
     @property
     def handed_requests(self) -> int:
+        """Requests that the rank holds."""
         return len(self._handed)
 
     def offer(self, request_id: str, prompt_tokens: int, sequences: int) -> None:

@@ -95,9 +95,7 @@ class Gateway:
         self._check_model(asked.model)
         messages = [message.for_template() for message in asked.messages]
         kwargs = asked.chat_template_kwargs or {}
-        return await self._answer(
-            "chat", asked, lambda: self._tokenizer.chat_ids(messages, kwargs)
-        )
+        return await self._answer("chat", asked, lambda: self._tokenizer.chat_ids(messages, kwargs))
 
     async def completion(self, body: bytes) -> Json | EventStream:
         """POST /v1/completions. Raises CoterieError."""

@@ -31,6 +31,7 @@ class LiveRequest:
 
     @property
     def done(self) -> bool:
+        """Whether every sequence has ended."""
         return not self._open
 
     def feed(self, output: SequenceOutput) -> bool:

@@ -91,4 +91,4 @@ def exception_of(failure: Failure) -> CoterieError:
     kind = _BY_NAME.get(failure.error_type, CoterieError)
     if issubclass(kind, RequestError):
         return kind(failure.message, failure.param)
-    return kind(failure.message) if issubclass(kind, CoterieError) else CoterieError(failure.message)
+    return (kind if issubclass(kind, CoterieError) else CoterieError)(failure.message)

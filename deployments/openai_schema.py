@@ -45,7 +45,7 @@ def _content(value: Any) -> str:
     if isinstance(value, str):
         return value
     parts = value if isinstance(value, list) and 0 < len(value) <= _MAX_LIST else [None]
-    texts = [part.get("text") for part in parts if isinstance(part, dict) and _is_text_part(part)]
+    texts = [str(part["text"]) for part in parts if isinstance(part, dict) and _is_text_part(part)]
     if len(texts) != len(parts):
         raise _fault('expected a text, or a list of parts {"type": "text", "text": ...}')
     return "\n".join(texts)
@@ -53,9 +53,7 @@ def _content(value: Any) -> str:
 
 def _is_text_part(part: dict[str, Any]) -> bool:
     return (
-        part.keys() == {"type", "text"}
-        and part["type"] == "text"
-        and isinstance(part["text"], str)
+        part.keys() == {"type", "text"} and part["type"] == "text" and isinstance(part["text"], str)
     )
 
 
@@ -143,6 +141,7 @@ class SamplingFields(_Strict):
 
     @property
     def include_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     def stop_strings(self, limits: ServingSettings) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ was chosen over a streaming actor call by measurement: `python -m benchmarks.ran
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import threading
 from collections.abc import AsyncIterator
@@ -149,10 +150,8 @@ class RankSocket:
         traceback: TracebackType | None,
     ) -> None:
         # Closing the stream would wait for the reader thread; a shutdown wakes it first.
-        try:
+        with contextlib.suppress(OSError):  # the supervisor may have closed first
             self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # the supervisor closed first
         self._socket.close()
 
     def send(self, message: Up) -> None:

@@ -37,7 +37,9 @@ class RankProcess:
     `messages` ends when the rank does; `lost` then says why.
     """
 
-    def __init__(self, serving: ServingSettings, engine_factory: str, settings: dict[str, Any]):
+    def __init__(
+        self, serving: ServingSettings, engine_factory: str, settings: dict[str, Any]
+    ) -> None:
         self._serving = serving
         self._factory = engine_factory
         self._settings = settings

@@ -14,6 +14,8 @@ SERVE_ENVIRONMENT = {
     "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0",
     # What the proxy itself would do with a request's headers and body is decided before it.
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deployments.proxy_guard:middlewares",
+    # Ray starts workers at niceness 15, behind everything else on the machine; ours answer people.
+    "RAY_worker_niceness": "0",
     # Idle OpenMP threads of one process must not spin on the cores of another.
     "OMP_WAIT_POLICY": "passive",
     "RAY_USAGE_STATS_ENABLED": "0",

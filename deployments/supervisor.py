@@ -22,6 +22,7 @@ from core.step import StepResult, StepStats
 from deployments.admission import Admission
 from deployments.live_request import LiveRequest, failure_of
 from deployments.model_files import open_pieces
+from deployments.node_address import listen_on_node_address_only
 from deployments.rank_channel import Add, Cancel, Idle, RankInfo, Rejected, Step, Up
 from deployments.rank_process import RankProcess
 from deployments.settings import ServingSettings, hand_over_limit
@@ -38,6 +39,8 @@ _WARM_UP = "warm-up"
 class Supervisor:
     """Serve calls `generate`; one task owns the rank and all tables, in one event loop."""
 
+    rank_class = RankProcess
+
     async def __init__(  # type: ignore[misc]  # Serve awaits an async constructor
         self,
         model_dir: str,
@@ -45,6 +48,7 @@ class Supervisor:
         engine_factory: str,
         engine_settings: dict[str, Any],
     ) -> None:
+        listen_on_node_address_only()
         self._serving = serving
         self._factory = engine_factory
         self._engine_settings = engine_settings
@@ -168,7 +172,7 @@ class Supervisor:
     async def _supervise(self) -> None:
         """Keep one rank alive, for ever; a lost one ends its requests and is made again."""
         while True:
-            rank = RankProcess(self._serving, self._factory, self._engine_settings)
+            rank = self.rank_class(self._serving, self._factory, self._engine_settings)
             try:
                 self._info = (await rank.start()).info
                 self._rank = rank

@@ -20,7 +20,7 @@ _GRPC_MODULE = "grpc"
 
 
 class GenerationStream:
-    """The batches of one request. `cancel` frees its place at the supervisor; it may be repeated."""
+    """The batches of one request. `cancel` frees its place, and may be repeated."""
 
     def __init__(self, response: Any) -> None:
         self._response = response

@@ -78,7 +78,7 @@ class TokenizerPieces:
         self._silent = {token_id for token_id, token in added.items() if token.special}
         self._cache: dict[int, bytes] = {}
         self.strips_first_space = self._plain_words or any(
-            part["type"] == "Strip" and part.get("start") or part["type"] == "Metaspace"
+            (part["type"] == "Strip" and part.get("start")) or part["type"] == "Metaspace"
             for part in parts
         )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -144,6 +144,13 @@ class CheckpointIndex:
         backbone = match_tensors(model, saved, files.tensors, layers, layouts)
         shape = model_probe.model_shape(model, layers, probe, chosen)
         return cls(files, _text_config(saved, model), chosen, layers, layouts, backbone, shape)
+
+    def only(self, ordinal: int) -> CheckpointIndex:
+        """The same checkpoint with one MoE layer alone, which becomes layer 0."""
+        one = copy.copy(self)
+        one.layers = (replace(self.layers[ordinal], ordinal=0),)
+        one._layouts = (self._layouts[ordinal],)
+        return one
 
     def record(self, ordinal: int, expert: int) -> ExpertRecord:
         """The pieces of one expert, made on demand."""

@@ -128,10 +128,15 @@ def _forward_chunk(
     missing = np.concatenate(lost)
     if missing.size:
         by_pair[torch.from_numpy(missing).to(by_pair.device)] = 0
-    out = by_pair.view(num_rows, top_k, -1).sum(dim=1).to(hidden.dtype)
+    out = _combine(by_pair, num_rows, hidden.dtype)
     if routing.bad_rows.size:
         out[torch.from_numpy(routing.bad_rows).to(out.device)] = 0
     return out
+
+
+def _combine(by_pair: torch.Tensor, num_rows: int, dtype: torch.dtype) -> torch.Tensor:
+    """One sum over K in router order, one cast: `[T * K, H]` to `[T, H]`."""
+    return by_pair.view(num_rows, -1, by_pair.shape[-1]).sum(dim=1).to(dtype)
 
 
 def _make_group(
@@ -141,7 +146,9 @@ def _make_group(
     residency = pool.residency
     residency.states.check_pinned(layer, experts)
     slots = residency.addresses.lookup(layer, experts)
-    if residency.ordered_from(layer) is None:
+    # A layer may have become whole while only the last of its experts were awaited.
+    some = experts.size < np.count_nonzero(routing.counts)
+    if some or residency.ordered_from(layer) is None:
         by_slot = np.argsort(slots)
         experts, slots = experts[by_slot], slots[by_slot]
         pairs = np.concatenate(

@@ -29,12 +29,12 @@ def locate(model: str, download: bool = False) -> Path:
     CheckpointError saying what to do.
     """
     folder = Path(model).expanduser()
-    if folder.is_dir():
+    if model and folder.is_dir():
         return folder
-    if folder.exists():
+    if model and folder.exists():
         raise CheckpointError(f"{folder} is a file; expected the folder that holds the model.")
     if not _is_hub_id(model):
-        raise CheckpointError(f"Expected a model folder at {folder}, found none.")
+        raise CheckpointError(f"Expected a model folder at {model!r}, found none.")
     try:
         return Path(
             snapshot_download(

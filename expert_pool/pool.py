@@ -188,6 +188,11 @@ class ExpertPool:
         for _, layer, expert, slot in sorted(admitted):
             self.submit(layer, expert, slot, PRELOAD)
 
+    def evict(self, experts: Sequence[tuple[int, int]]) -> None:
+        """Let go of (layer, expert) pairs; those pinned, on their way or not here stay as are."""
+        for layer, expert in experts:
+            self.residency.evict_if_idle(layer, expert)
+
     def settle(self) -> None:
         """Wait until every load under way has come in."""
         while self._loads:

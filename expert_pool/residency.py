@@ -95,6 +95,11 @@ class Residency:
         """Experts of a layer whose slots may be reused now."""
         return self.states.evictable(layer)
 
+    def evict_if_idle(self, layer: int, expert: int) -> None:
+        """Free the slot of an expert that is resident and not pinned; else do nothing."""
+        if expert in self.evictable(layer):
+            self._evict(layer, expert)
+
     def landed(self, layer: int, expert: int) -> None:
         """An expert's bytes are in its slot and were found good."""
         self.states.finish_loading(layer, expert)

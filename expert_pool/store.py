@@ -126,6 +126,7 @@ class ExpertStore:
             return True
 
     def _serve(self) -> None:
+        torch.get_num_threads()  # a thread's first look resets its count to the process's
         torch.set_num_threads(1)
         self._started.wait()
         workspace = _Workspace()

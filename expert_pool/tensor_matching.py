@@ -38,16 +38,23 @@ def match_tensors(
     expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
     backbone: dict[str, TensorEntry] = {}
     fed: set[str] = set()
+    problems: list[str] = []
     for target, source in matched.items():
         outputs = source.outputs().values()
         fed.update(outputs)
         layout = owners.get(target)
-        if layout is not None:
-            layout.add(source, tensors)
-            continue
-        _check_backbone(model, expected, source, tensors)
+        try:
+            if layout is not None:
+                layout.add(source, tensors)
+                continue
+            _check_backbone(model, expected, source, tensors)
+        except CheckpointError as error:
+            problems.append(str(error))
         for keys in source.keys.values():
             backbone.update((key, tensors[key]) for key in keys)
+    if problems:
+        more = f"\n... and {len(problems) - 4} more like these." if len(problems) > 4 else ""
+        raise CheckpointError("\n".join(problems[:4]) + more)
     _refuse_unread(model, saved_config, unread, tensors)
     _refuse_missing(model, fed)
     return backbone

@@ -52,18 +52,19 @@ def load_config(model_dir: Path) -> PretrainedConfig:
 def build_meta_model(
     config: PretrainedConfig,
     dtype: torch.dtype,
-    experts_implementation: str,
+    experts_implementation: str | None,
     attn_implementation: str | None = None,
+    with_shims: bool = True,
 ) -> PreTrainedModel:
     """The causal language model of `config` without storage, with shims in place.
 
     A composite configuration (text with vision or audio) gives its text model alone.
-    `experts_implementation` must be registered in transformers' ALL_EXPERTS_FUNCTIONS.
+    `experts_implementation` must be registered in transformers' ALL_EXPERTS_FUNCTIONS; None is
+    stock's own choice. `with_shims=False` leaves the model as stock has it.
     """
-    kwargs: dict[str, Any] = {
-        "dtype": dtype,
-        "experts_implementation": experts_implementation,
-    }
+    kwargs: dict[str, Any] = {"dtype": dtype}
+    if experts_implementation is not None:
+        kwargs["experts_implementation"] = experts_implementation
     if attn_implementation is not None:
         kwargs["attn_implementation"] = attn_implementation
     try:
@@ -75,7 +76,8 @@ def build_meta_model(
             f"{config.model_type!r} from this configuration: {str(error).splitlines()[0]} "
             f"Supported model types: {', '.join(SUPPORTED)}."
         ) from error
-    llama4.install(model)
+    if with_shims:
+        llama4.install(model)
     return model.eval()
 
 
@@ -254,6 +256,21 @@ def parameter_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, to
         match = search.search(name) if plan else None
         dtypes[name] = tensor.dtype if match is None else plan[group_names[match.lastgroup]]
     return dtypes
+
+
+def make_buffers(model: PreTrainedModel, module: torch.nn.Module, names: Iterable[str]) -> None:
+    """Gives the named buffers of a meta model's `module` storage and the values stock gives them.
+
+    Parameters of the module that were marked by `mark_loaded` keep theirs.
+    """
+    for name in names:
+        module._buffers[name] = torch.empty_like(module._buffers[name], device="cpu")
+    model._init_weights(module)
+
+
+def mark_loaded(tensor: torch.Tensor) -> None:
+    """Keeps transformers from drawing initial values for a tensor."""
+    tensor._is_hf_initialized = True  # type: ignore[attr-defined]
 
 
 def load_weights(

@@ -14,6 +14,7 @@ from core.config_model import format_bytes
 from expert_pool.model_location import locate
 
 if TYPE_CHECKING:
+    from engine.parity import LayerParity
     from expert_pool.checkpoint_index import CheckpointIndex
     from expert_pool.verify import VerifyReport
 
@@ -25,22 +26,56 @@ def verify(
     download: Annotated[
         bool, typer.Option("--download", help="Fetch a hub id that is not in the cache.")
     ] = False,
+    parity: Annotated[
+        bool,
+        typer.Option(
+            "--parity", help="Also compare each layer with stock transformers, on your weights."
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Account for every tensor of MODEL, read every byte, and learn or compare checksums.
 
     Exits 1 where bytes differ from their checksum.
+
+    \b
+      coterie verify ./demo_model
+      coterie verify ORG/NAME --download --json
     """
     from expert_pool.checkpoint_index import CheckpointIndex
 
     index = CheckpointIndex.open(locate(model, download=download))
     report = _read_all(index)
-    if as_json:
-        print(json.dumps({"model": str(index.model_dir), **asdict(report)}, default=str))
-    else:
+    if not as_json:
         _print(index, report)
-    if report.mismatched:
+    layers = _compare(index, show=not as_json) if parity else []
+    if as_json:
+        found = {"model": str(index.model_dir), **asdict(report)}
+        if parity:
+            found["parity"] = [{**asdict(x), "passed": x.passed} for x in layers]
+        print(json.dumps(found, default=str))
+    if report.mismatched or not all(layer.passed for layer in layers):
         raise typer.Exit(_EXIT_FAILURE)
+
+
+def _compare(index: CheckpointIndex, show: bool) -> list[LayerParity]:
+    from engine.parity import check_parity
+
+    console = Console(highlight=False)
+    layers: list[LayerParity] = []
+
+    def note(layer: LayerParity) -> None:
+        layers.append(layer)
+        if show:
+            console.print(
+                f"layer {layer.decoder_layer:3} {layer.dtype:8}: max |delta| {layer.max_delta:.3g} "
+                f"of {layer.output_range:.3g}, {layer.unequal_experts} of {layer.num_experts} "
+                f"experts differ, {layer.experts_used} used",
+                style="green" if layer.passed else "red",
+            )
+
+    check_parity(index, note)
+    return layers
 
 
 def _read_all(index: CheckpointIndex) -> VerifyReport:

@@ -417,25 +417,32 @@ _ROWS: tuple[Family, ...] = (
 FAMILIES: dict[str, Family] = {row.name: row for row in _ROWS}
 
 
-def make_config(family: str) -> Any:
-    """The tiny config of a family, as AutoConfig makes it."""
-    overrides = {**_COMMON, **FAMILIES[family].config}
+def make_config(family: str, **changes: Any) -> Any:
+    """The tiny config of a family with `changes`, as AutoConfig makes it."""
+    values = {**_COMMON, **FAMILIES[family].config, **changes}
     if family == "nemotron_h":
-        del overrides["num_hidden_layers"]
-    return AutoConfig.for_model(family, **overrides)
+        del values["num_hidden_layers"]
+    return AutoConfig.for_model(family, **values)
 
 
 def make_checkpoint(
-    family: str, folder: Path, dtype: str = "float32", seed: int = 0, shards: int = 1
+    family: str,
+    folder: Path,
+    dtype: str = "float32",
+    seed: int = 0,
+    shards: int = 1,
+    **changes: Any,
 ) -> Path:
     """Writes a tiny random checkpoint of `family` in its original hub layout; returns its folder.
 
     `dtype` is "float32", "bfloat16" or "float16"; `shards` is the least number of safetensors
-    files. A byte-level tokenizer with a chat template lies beside it.
+    files; `changes` are fields of the config. A byte-level tokenizer with a chat template lies
+    beside it.
     """
-    path = folder / f"{family}-{dtype}-{seed}-{shards}"
+    names = [f"{key}={value}" for key, value in sorted(changes.items())]
+    path = folder / "-".join([family, dtype, str(seed), str(shards), *names])
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(make_config(family), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(make_config(family, **changes), dtype=torch.float32)
     fill_weights(model, seed)
     kept = [*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())]
     target = getattr(torch, dtype)

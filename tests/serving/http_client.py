@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -24,7 +25,9 @@ def events(text: str) -> list[Any]:
     return [data if data == DONE else json.loads(data) for data in found]
 
 
-def leave_after(url: str, path: str, body: dict[str, Any], wait_for: bytes | None) -> None:
+def leave_after(
+    url: str, path: str, body: dict[str, Any], wait_for: bytes | None, linger_s: float = 0.0
+) -> None:
     """Send a request and close the connection, at once or when `wait_for` was seen."""
     parts = urlsplit(url)
     content = json.dumps(body).encode()
@@ -40,3 +43,4 @@ def leave_after(url: str, path: str, body: dict[str, Any], wait_for: bytes | Non
             part = connection.recv(4096)
             assert part, f"the server closed first: {seen!r}"
             seen += part
+        time.sleep(linger_s)

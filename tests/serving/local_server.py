@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 import msgspec
 import uvicorn
 
-from deployments import supervisor as supervisor_module
 from deployments.gateway import Gateway
 from deployments.http_api import make_http_api
 from deployments.rank_actor import RankActor
@@ -36,6 +35,10 @@ class ThreadRank(RankProcess):
         args = (path, self._factory, self._settings)
         threading.Thread(target=RankActor().run, args=args, daemon=True).start()
         return asyncio.create_task(asyncio.sleep(3600, "never"))
+
+
+class ThreadSupervisor(Supervisor):
+    rank_class = ThreadRank
 
 
 class LocalStream:
@@ -123,16 +126,12 @@ class LocalServer:
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
-        original = supervisor_module.RankProcess
-        supervisor_module.RankProcess = ThreadRank  # type: ignore[misc]
         try:
             await self._start()
         except BaseException as error:
             self._failure = error
             self._ready.set()
             return
-        finally:
-            supervisor_module.RankProcess = original  # type: ignore[misc]
         await self._server.main_loop()
         for task in self.supervisor._tasks:
             task.cancel()
@@ -140,13 +139,15 @@ class LocalServer:
             await self.supervisor._rank.close()
 
     async def _start(self) -> None:
-        self.supervisor = Supervisor.__new__(Supervisor)
+        self.supervisor = ThreadSupervisor.__new__(ThreadSupervisor)
         await self.supervisor.__init__(  # type: ignore[misc]
             str(self._model_dir), self._serving, self._factory, self._settings
         )
         supervisors = LocalSupervisors(self.supervisor)
         self.gateway = Gateway(MODEL, self._model_dir, self._serving, supervisors)
-        config = uvicorn.Config(make_http_api(self.gateway), port=0, log_level="error", lifespan="off")
+        config = uvicorn.Config(
+            make_http_api(self.gateway), port=0, log_level="error", lifespan="off"
+        )
         config.load()
         self._server = uvicorn.Server(config)
         self._server.lifespan = config.lifespan_class(config)

@@ -15,7 +15,9 @@ from deployments.token_pieces import byte_alphabet
 SPECIAL = ("<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
 MERGES = ("D E", "DE F", "t h", "th e", "Ġ the", "l l", "o w")
 TEMPLATE = """{%- for message in messages -%}
-{%- if message['role'] == 'tool' -%}{{ raise_exception('tools are not for this model') }}{%- endif -%}
+{%- if message['role'] == 'tool' -%}
+{{- raise_exception('tools are not for this model') -}}
+{%- endif -%}
 {{- '<|' + message['role'] + '|>' + message['content'] -}}
 {%- endfor -%}
 {%- if add_generation_prompt -%}<|assistant|>{%- endif -%}
@@ -23,7 +25,7 @@ TEMPLATE = """{%- for message in messages -%}
 
 
 def vocabulary() -> dict[str, int]:
-    tokens = {letter: byte for letter, byte in byte_alphabet().items()}
+    tokens = dict(byte_alphabet())
     for merge in MERGES:
         tokens[merge.replace(" ", "")] = len(tokens)
     return tokens
