@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -110,6 +111,8 @@ def build_cli() -> typer.Typer:
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point: runs and exits; a failure is one `error: ...` on stderr."""
+    # Read when torch is imported: its idle threads must not spin on cores that others need.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         code = typer.main.get_command(build_cli()).main(
             args=arguments, prog_name="coterie", standalone_mode=False

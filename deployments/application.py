@@ -23,6 +23,8 @@ GATEWAY = "Gateway"
 SUPERVISOR = "Supervisor"
 _SHUTDOWN_ROOM_S = 5.0
 _CONSTRUCTOR_TRIES = 2
+# The proxy logs each request; a line from each of our replicas too would only cost time.
+_LOGGING = {"enable_access_log": False}
 
 
 @serve.ingress()
@@ -92,6 +94,7 @@ def application(
         graceful_shutdown_timeout_s=shutdown_s,
         max_constructor_retry_count=_CONSTRUCTOR_TRIES,
         ray_actor_options={"num_cpus": 0.1},
+        logging_config=_LOGGING,
         **replicas,
     )
     settings = {"model": str(model_dir), "engine": engine, "pool": pool}
@@ -101,6 +104,7 @@ def application(
         max_queued_requests=REFUSAL_ROOM,
         graceful_shutdown_timeout_s=shutdown_s,
         ray_actor_options={"num_cpus": 0.1},
+        logging_config=_LOGGING,
     )
     handle = supervisor.bind(str(model_dir), serving, engine_factory, settings)
     return gateway.bind(model_name, str(model_dir), serving, handle)

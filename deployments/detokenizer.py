@@ -63,7 +63,9 @@ class Detokenizer:
         self._produced_chars += len(text)
         if logprob is not None:
             piece = self._piece(token_id, logprob)
-            self._waiting.append((begin_chars, self._produced_chars, piece))
+            # Bytes of an unfinished character wait until it is released.
+            unfinished = bool(self._decoder.getstate()[0])
+            self._waiting.append((begin_chars, self._produced_chars + unfinished, piece))
         match = self._earliest_stop(len(text))
         if match is not None:
             begin, self.stopped_by = match

@@ -15,7 +15,7 @@ _EVERYWHERE = ("[::]:", "0.0.0.0:")
 
 def listen_on_node_address_only() -> None:
     """Call in a replica's constructor: Serve opens the port after it. No-op outside of Serve."""
-    replica = sys.modules.get("ray.serve._private.replica")
+    replica: Any = sys.modules.get("ray.serve._private.replica")
     if replica is None:
         return
     import ray

@@ -12,6 +12,8 @@ SERVE_ENVIRONMENT = {
     # several times faster with the first one; the second keeps HTTP at the proxy, on one port.
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
     "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0",
+    # The first flag leaves the proxy out; this takes it from object references to gRPC as well.
+    "RAY_SERVE_PROXY_USE_GRPC": "1",
     # What the proxy itself would do with a request's headers and body is decided before it.
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deployments.proxy_guard:middlewares",
     # Ray starts workers at niceness 15, behind everything else on the machine; ours answer people.

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import torch
 
-from core.config_model import format_bytes
 from core.errors import BudgetError, CoterieError, ExpertReadError, RequestError, RoutingError
 from core.model_shape import ModelShape
 from core.request import Request
@@ -91,7 +90,9 @@ class Engine:
         )
         self.eos_ids: tuple[int, ...] = backbone.eos_ids
         size = engine.kv_block_tokens
-        blocks = _kv_blocks(self.shape, engine, backbone.context_tokens)
+        blocks = self.shape.kv_blocks(
+            engine.kv_memory, size, engine.max_sequences, backbone.context_tokens
+        )
         self.limits = Limits(backbone.context_tokens, engine.max_sequences, blocks, size)
         self._shares_prefixes = not backbone.state_family
         self._runner: PagedRunner | StockRunner
@@ -371,23 +372,6 @@ def _is_state_family(index: CheckpointIndex) -> bool:
     from engine.backbone import has_state_layers
 
     return has_state_layers(index.config)
-
-
-def _kv_blocks(shape: ModelShape, settings: EngineSettings, context_tokens: int) -> int:
-    """Blocks that kv_memory holds, at most what all sequences at full context can use.
-
-    Raises BudgetError if it holds none.
-    """
-    block_bytes = shape.kv_block_bytes(settings.kv_block_tokens)
-    useful = settings.max_sequences * -(-context_tokens // settings.kv_block_tokens)
-    if block_bytes == 0:
-        return useful
-    if settings.kv_memory < block_bytes:
-        raise BudgetError(
-            f"One KV block of {settings.kv_block_tokens} tokens needs {format_bytes(block_bytes)}; "
-            f"engine.kv_memory has {format_bytes(settings.kv_memory)}. Raise it."
-        )
-    return min(useful, settings.kv_memory // block_bytes)
 
 
 def _check_memory(shape: ModelShape, settings: EngineSettings, blocks: int) -> None:

@@ -22,6 +22,18 @@ ATTENTION_NAME = "coterie_paged"
 """Not known to transformers' AttentionMaskInterface, so that models skip mask creation."""
 
 _flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_HALF = (torch.bfloat16, torch.float16)
+
+
+def _widens(dtype: torch.dtype, device: torch.device, queries: int) -> bool:
+    """Whether attention is computed in fp32 on a copy of 16-bit keys and values.
+
+    On CPUs a single query over 16-bit keys costs two to four times as much as over fp32 ones,
+    copy included; longer ones only gain from 16 bits where the CPU multiplies them natively.
+    """
+    if device.type != "cpu" or dtype not in _HALF:
+        return False
+    return queries == 1 or not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def attend(
@@ -70,7 +82,6 @@ class KvStore:
         scratch_bytes: int,
     ) -> None:
         self.block_tokens = block_tokens
-        self.scratch_bytes = scratch_bytes
         self.step: StepLayout | None = None
         own = {x.layer_idx: x for x in layers if x.shares_layer is None}
         # Written, not only mapped: the memory is there from the start, and no stale NaN exists.
@@ -81,10 +92,16 @@ class KvStore:
             for idx, x in own.items()
         }
         widest = max((x.values_per_token for x in own.values()), default=0)
-        block_values = block_tokens * widest
-        self._scratch = torch.empty(
-            max(scratch_bytes // dtype.itemsize, block_values), dtype=dtype, device=device
-        ).zero_()
+        widens = _widens(dtype, device, 1)
+        self.gather_bytes = max(
+            scratch_bytes * dtype.itemsize // (dtype.itemsize + 4 * widens),
+            block_tokens * widest * dtype.itemsize,
+        )
+        """What one call may gather: the scratch budget, less the room for an fp32 copy of it."""
+        values = self.gather_bytes // dtype.itemsize
+        self._scratch = torch.empty(values, dtype=dtype, device=device).zero_()
+        self._wide = torch.empty(values if widens else 0, dtype=torch.float32, device=device)
+        self._wide.zero_()
 
     def clear_blocks(self, block_ids: list[int]) -> None:
         """Zeroes blocks whose content may not be finite: masked keys still meet 0 * NaN."""
@@ -96,6 +113,10 @@ class KvStore:
         shape = (len(table), *pages.shape[1:])
         out = self._scratch[: shape[0] * shape[1] * shape[2]].view(shape)
         return torch.index_select(pages, 0, table, out=out)
+
+    def widen(self, gathered: torch.Tensor) -> torch.Tensor:
+        """An fp32 copy of what `gather` returned; valid until the next one."""
+        return self._wide[: gathered.numel()].view(gathered.shape).copy_(gathered)
 
 
 class PagedCache(Cache):
@@ -197,7 +218,11 @@ class LayerAttention:
         rows = query[0][:, span.rows]
         if span.fresh_causal:
             fresh = slice(None), slice(None), span.rows
-            return attend(rows[None], key[fresh], value[fresh], None, True, scaling, softcap)
+            parts = rows[None], key[fresh], value[fresh]
+            if not _widens(query.dtype, query.device, span.queries):
+                return attend(*parts, None, True, scaling, softcap)
+            out, lse = attend(*(part.float() for part in parts), None, True, scaling, softcap)
+            return out.to(query.dtype), lse
         heads, kv_heads = query.shape[1], key.shape[1]
         if span.queries == 1:
             # [B, H, 1, D] -> [B, Hkv, H / Hkv, D]: neighbours that share keys become queries.
@@ -213,7 +238,7 @@ class LayerAttention:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Cuts the span into calls that fit the scratch budget: by sequence, then by keys."""
         block_bytes = self._pages[0].numel() * self._pages.element_size()
-        budget = self._store.scratch_bytes
+        budget = self._store.gather_bytes
         lines = budget // (span.blocks * block_bytes)
         mask_bytes = span.queries * self._store.block_tokens * self._pages.element_size()
         blocks = span.blocks
@@ -246,7 +271,8 @@ class LayerAttention:
     def _mask(self, span: Span, first_block: int, blocks: int) -> torch.Tensor:
         size = self._store.block_tokens
         seen = span.visible(self._layer.window, first_block * size, blocks * size)
-        mask = torch.zeros(seen.shape, dtype=self._pages.dtype)
+        wide = _widens(self._pages.dtype, self._pages.device, span.queries)
+        mask = torch.zeros(seen.shape, dtype=torch.float32 if wide else self._pages.dtype)
         mask.masked_fill_(torch.from_numpy(~seen), -torch.inf)
         return mask.to(self._pages.device).unsqueeze(1)
 
@@ -259,6 +285,9 @@ class LayerAttention:
         softcap: float | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         gathered = self._store.gather(self._pages, table)
+        dtype = query.dtype
+        if mask.dtype != dtype:
+            gathered, query = self._store.widen(gathered), query.float()
         count = query.shape[0]
         flat = gathered.view(count, -1, gathered.shape[-1])
         if self._layer.latent:
@@ -268,7 +297,8 @@ class LayerAttention:
             key = flat[..., :split].unflatten(-1, (heads, -1)).transpose(1, 2)
             value = flat[..., split:].unflatten(-1, (heads, -1)).transpose(1, 2)
         mask = mask.expand(-1, -1, query.shape[2], -1)
-        return attend(query, key, value, mask, False, scaling, softcap)
+        out, lse = attend(query, key, value, mask, False, scaling, softcap)
+        return out.to(dtype), lse
 
 
 def _merge(

@@ -1,20 +1,21 @@
-"""The project's own eviction policy: who will this layer ask for soon, given whom it asks for now?
+"""The project's own eviction policy: whom will this layer ask for soon, given whom it asks now?
 
 Belady's optimum evicts the expert whose next use lies furthest away. For each expert of a layer
 this policy estimates `V = E[DISCOUNT ** (touches until its next use - 1)]` and evicts the lowest.
 The estimate is a linear model, learned while it runs, of what the pool knows before it decides:
 
 - rates of use at four decays, each put through `rate / (DISCOUNT * rate + 1 - DISCOUNT)`: exactly
-  V for an expert used independently with that rate. Their weights are shared by all layers;
+  V for an expert that is used independently with that rate;
 - the affinity of experts: a table by (context expert, expert), one a layer, averaged over the
   experts that this step chose in this layer and in the layer before. Experts of one topic are used
-  together, so a table of 64 x 64 numbers knows more than any count.
+  together, so the table knows more than any count once it has seen a few hundred tokens.
 
 Each touch is learned from HORIZON touches later, with the present estimate standing in for what
-lies beyond the horizon (n-step temporal difference learning: Sutton and Barto, Reinforcement
-Learning, 2nd edition, sections 7.1 and 9.4): the table by normalised least mean squares, the
-shared weights by regularised least squares over decaying sums. Nothing depends on capacity, clock
-or chance, so a replayed log gives the same decisions as the live pool.
+lies beyond (n-step temporal difference learning: Sutton and Barto, Reinforcement Learning, 2nd
+edition, chapters 7 and 9). The table learns what the rates leave unexplained, by normalised least
+mean squares. The weights of rates and table are shared by all layers: regularised least squares
+over decaying sums of what was predicted before it was learned, so a table that knows nothing yet
+gets no weight. Nothing depends on capacity, clock or chance: the same calls, the same decisions.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ FloatArray = npt.NDArray[np.float32]
 
 DISCOUNT: Final = 0.9
 """Weight of a use one touch later. 0.85 to 0.95 differ little on any trace tried."""
-HORIZON: Final = 8
+HORIZON: Final = 4
 """Touches of a layer after which an outcome is learned from."""
 RATE_DECAYS: Final = (0.6, 0.9, 0.98, 0.999)
-PRIOR_WEIGHTS: Final = (0.3, 0.3, 0.3, 0.1, 0.0)
-"""Of the rates and of a constant, before anything is learned: a mixture of four LFUs."""
+PRIOR_WEIGHTS: Final = (0.3, 0.3, 0.3, 0.1, 0.0, 1.0)
+"""Of the rates, a constant and the table, before anything is learned: a mixture of four LFUs."""
 TABLE_BYTES_PER_EXPERT: Final = 1024
 """Bound on the affinity table; where it binds, several context experts share a row."""
 
-_PRIOR_STRENGTH: Final = 250.0
+_PRIOR_STRENGTH: Final = 100.0
 _SUMS_KEPT: Final = 0.9999
 _FIRST_STEP: Final = 0.1
 _LAST_STEP: Final = 0.03
@@ -60,49 +61,56 @@ class AffinityPolicy:
         self._rates: FloatArray = np.zeros((num_layers, rates, num_experts), np.float32)
         self._scores: FloatArray = np.zeros(shape, np.float32)
         self._touches = [0] * num_layers
-        # What HORIZON touches ago looked like, by (layer, touch modulo HORIZON).
+        # What the last HORIZON touches looked like, by (layer, touch modulo HORIZON).
         self._outcomes: FloatArray = np.zeros((num_layers, HORIZON, num_experts), np.float32)
         self._from_rates: FloatArray = np.zeros((num_layers, HORIZON, num_experts), np.float32)
-        self._features: FloatArray = np.zeros((num_layers, rates + 1, num_experts), np.float32)
         self._contexts: list[list[tuple[IntArray, FloatArray]]] = [[] for _ in range(num_layers)]
         self._last_touch: tuple[int, IntArray, FloatArray] | None = None
-        # Shared weights: normal equations pulled towards the prior.
+        # The shared weights: normal equations, drawn towards the prior. One touch in HORIZON
+        # is kept for them.
+        self._kept: FloatArray = np.zeros((num_layers, rates + 2, num_experts), np.float32)
         self._weights: FloatArray = np.array(PRIOR_WEIGHTS, np.float32)
-        self._gram = _PRIOR_STRENGTH * np.eye(rates + 1)
-        self._moment = _PRIOR_STRENGTH * np.array(PRIOR_WEIGHTS)
+        self._gram = _PRIOR_STRENGTH * np.eye(rates + 2)
+        self._moment = self._gram @ np.array(PRIOR_WEIGHTS)
         self._gains = _gains()
         self._discounts = _discounts()
+        # Written anew by every touch.
         self._used: FloatArray = np.zeros(num_experts, np.float32)
         self._scratch: FloatArray = np.zeros((rates, num_experts), np.float32)
+        self._features: FloatArray = np.ones((rates + 2, num_experts), np.float32)
 
     def touch(self, layer: int, experts: IntArray, counts: IntArray, tokens: int) -> None:
-        """Note the use of `experts`, learn from what is HORIZON touches old, estimate anew."""
+        """Note the use of `experts`, estimate anew, learn from what is HORIZON touches old."""
         if not experts.size:
             return
         touch = self._touches[layer]
         self._touches[layer] = touch + 1
         slot = touch % HORIZON
-        used = self._used
+        used, features = self._used, self._features
         used.fill(0.0)
         used[experts] = 1.0
-        features = self._note_rates(layer, min(touch, _SCHEDULE - 1), used)
-        from_rates = self._weights @ features
-        rows, shares = self._context(layer, experts, counts)
+        self._note_rates(self._rates[layer], min(touch, _SCHEDULE - 1))
+        context = self._context(layer, experts, counts)
         table = self._table[layer]
-        scores = self._scores[layer]
-        np.add(from_rates, shares @ table.take(rows, axis=0), out=scores)
+        np.dot(context[1], table.take(context[0], axis=0), out=features[-1])
+        scores = np.dot(self._weights, features, out=self._scores[layer])
         outcomes = self._outcomes[layer]
         np.maximum(outcomes, self._discounts[slot] * used, out=outcomes)
-        context = (rows, shares)
+        contexts = self._contexts[layer]
         if touch < HORIZON:
-            self._contexts[layer].append(context)
+            contexts.append(context)
         else:
-            self._learn(layer, touch, outcomes[slot], scores)
-            self._contexts[layer][slot] = context
+            target = self._target(outcomes[slot], scores)
+            if slot == 0:
+                self._learn_weights(self._kept[layer], target)
+            target -= self._from_rates[layer, slot]
+            self._learn_table(table, contexts[slot], touch, target)
+            contexts[slot] = context
         outcomes[slot] = 0.0
-        self._from_rates[layer, slot] = from_rates
+        np.dot(self._weights[:-1], features[:-1], out=self._from_rates[layer, slot])
         if slot == 0:
-            self._features[layer] = features
+            # Whom this step uses cannot be evicted now, so the weights need not be right there.
+            np.multiply(features, 1.0 - used, out=self._kept[layer])
 
     def victims(self, layer: int, candidates: IntArray, number: int) -> IntArray:
         """Lowest estimate first."""
@@ -114,16 +122,14 @@ class AffinityPolicy:
             return candidates[at : at + 1]
         return candidates[scores.argsort(kind="stable")[:number]]
 
-    def _note_rates(self, layer: int, touch: int, used: FloatArray) -> FloatArray:
-        rates, scratch = self._rates[layer], self._scratch
-        np.subtract(used, rates, out=scratch)
+    def _note_rates(self, rates: FloatArray, touch: int) -> None:
+        scratch = self._scratch
+        np.subtract(self._used, rates, out=scratch)
         scratch *= self._gains[touch]
         rates += scratch
         np.multiply(rates, DISCOUNT, out=scratch)
         scratch += 1.0 - DISCOUNT
-        features: FloatArray = np.ones((len(RATE_DECAYS) + 1, used.size), np.float32)
-        np.divide(rates, scratch, out=features[:-1])
-        return features
+        np.divide(rates, scratch, out=self._features[:-2])
 
     def _context(
         self, layer: int, experts: IntArray, counts: IntArray
@@ -143,23 +149,23 @@ class AffinityPolicy:
         rows, inverse = np.unique(experts % self._own_rows, return_inverse=True)
         return rows, np.bincount(inverse, weights=shares).astype(np.float32)
 
-    def _learn(self, layer: int, touch: int, outcome: FloatArray, scores: FloatArray) -> None:
-        slot = touch % HORIZON
-        rows, shares = self._contexts[layer][slot]
-        table = self._table[layer]
-        # Not used within the horizon: what is thought of it now, HORIZON touches later.
+    @staticmethod
+    def _target(outcome: FloatArray, scores: FloatArray) -> FloatArray:
+        # Not used within the horizon: what is thought of it now, HORIZON touches later. That is
+        # less than any use within the horizon counts.
         target = np.minimum(scores, 1.0)
         target *= DISCOUNT**HORIZON
-        np.maximum(target, outcome, out=target)
+        return np.maximum(target, outcome, out=target)
+
+    def _learn_table(
+        self, table: FloatArray, context: tuple[IntArray, FloatArray], touch: int, left: FloatArray
+    ) -> None:
+        rows, shares = context
         known = table.take(rows, axis=0)
-        left = target - shares @ known
-        if slot == 0:
-            self._learn_weights(self._features[layer], left)
-        left -= self._from_rates[layer, slot]
+        left -= shares @ known
         uses = touch * rows.size / table.shape[0]
         step = max(_LAST_STEP, _FIRST_STEP / (1.0 + uses / _STEP_HALVED_AFTER_USES))
-        step /= float(shares @ shares)
-        known += np.multiply.outer(shares * step, left)
+        known += np.multiply.outer(shares * (step / float(shares @ shares)), left)
         table[rows] = known
 
     def _learn_weights(self, features: FloatArray, target: FloatArray) -> None:

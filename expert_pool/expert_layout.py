@@ -125,6 +125,11 @@ class ExpertLayout:
                     f"Tensor {key} is {list(entry.shape)} in {entry.encoding}, but {keys[0]} is "
                     f"{list(first.shape)} in {first.encoding}: experts of one layer must be alike."
                 )
+        if first.encoding not in encodings.COMPUTE_DTYPES:
+            raise CheckpointError(
+                f"Tensor {keys[0]} holds an expert in {first.encoding}; expected one of "
+                f"{', '.join(encodings.COMPUTE_DTYPES)}: this version reads no quantised encoding."
+            )
         if separate:
             files = np.array([entries[key].file for key in keys], dtype=np.int32)
             offsets = np.array([entries[key].offset for key in keys], dtype=np.int64)

@@ -105,7 +105,8 @@ def _forward_chunk(
     num_rows, top_k = top_k_index.shape
     routing = sort_by_expert(top_k_index, top_k_weights, pool.index.layers[layer].num_experts)
     weights = top_k_weights.reshape(-1)
-    by_pair: torch.Tensor | None = None
+    weighted: list[torch.Tensor] = []
+    computed: list[IntArray] = []
     experts_pass = pool.demand(layer, routing.counts, num_rows)
     groups = iter(experts_pass)
     try:
@@ -113,25 +114,40 @@ def _forward_chunk(
             if experts.size == 0:
                 continue
             group, pairs = _make_group(pool, layer, routing, experts, hidden.device)
-            rows = hidden.index_select(0, torch.div(pairs, top_k, rounding_mode="floor"))
-            weighted = _apply_experts(module, group, rows) * weights[pairs].unsqueeze(-1)
-            if by_pair is None:
-                by_pair = weighted.new_empty((num_rows * top_k, weighted.shape[-1]))
-            by_pair[pairs] = weighted
+            rows = hidden.index_select(0, _on(hidden.device, pairs // top_k))
+            weight = weights.index_select(0, _on(hidden.device, pairs))
+            weighted.append(_apply_experts(module, group, rows) * weight.unsqueeze(-1))
+            computed.append(pairs)
     finally:
         groups.close()
     _report(pool, routing, experts_pass.failed, top_k, first_row)
-    if by_pair is None:
+    if not weighted:
         return torch.zeros_like(hidden)
-    lost = [routing.dropped_pairs]
-    lost += [routing.order[routing.starts[e] : routing.starts[e + 1]] for e in experts_pass.failed]
-    missing = np.concatenate(lost)
-    if missing.size:
-        by_pair[torch.from_numpy(missing).to(by_pair.device)] = 0
+    by_pair = _by_pair(weighted, computed, num_rows * top_k)
     out = _combine(by_pair, num_rows, hidden.dtype)
     if routing.bad_rows.size:
-        out[torch.from_numpy(routing.bad_rows).to(out.device)] = 0
+        out[_on(out.device, routing.bad_rows)] = 0
     return out
+
+
+def _by_pair(
+    weighted: list[torch.Tensor], computed: list[IntArray], num_pairs: int
+) -> torch.Tensor:
+    """Rows of all groups in the order of their pairs, `[T * K, H]`; zeros where none computed."""
+    order = computed[0] if len(computed) == 1 else np.concatenate(computed)
+    together = weighted[0] if len(weighted) == 1 else torch.cat(weighted)
+    weighted.clear()
+    place = np.full(num_pairs, -1, dtype=np.int64)
+    place[order] = np.arange(order.size)
+    if order.size == num_pairs:
+        return together.index_select(0, _on(together.device, place))
+    by_pair = together.index_select(0, _on(together.device, np.maximum(place, 0)))
+    by_pair[_on(by_pair.device, np.flatnonzero(place < 0))] = 0
+    return by_pair
+
+
+def _on(device: torch.device, numbers: IntArray) -> torch.Tensor:
+    return torch.from_numpy(numbers).to(device)
 
 
 def _combine(by_pair: torch.Tensor, num_rows: int, dtype: torch.dtype) -> torch.Tensor:
@@ -141,7 +157,7 @@ def _combine(by_pair: torch.Tensor, num_rows: int, dtype: torch.dtype) -> torch.
 
 def _make_group(
     pool: ExpertPool, layer: int, routing: Routing, experts: IntArray, device: torch.device
-) -> tuple[ExpertGroup, torch.Tensor]:
+) -> tuple[ExpertGroup, IntArray]:
     """Pinned experts in slot order, and the pairs that they compute in the same order."""
     residency = pool.residency
     residency.states.check_pinned(layer, experts)
@@ -151,13 +167,11 @@ def _make_group(
     if some or residency.ordered_from(layer) is None:
         by_slot = np.argsort(slots)
         experts, slots = experts[by_slot], slots[by_slot]
-        pairs = np.concatenate(
-            [routing.order[routing.starts[e] : routing.starts[e + 1]] for e in experts]
-        )
+        pairs = np.concatenate([routing.pairs_of(e) for e in experts.tolist()])
     else:
         pairs = routing.order
     group = ExpertGroup(residency.arena(layer), slots, routing.counts[experts], device)
-    return group, torch.from_numpy(pairs).to(device)
+    return group, pairs
 
 
 def _apply_experts(module: Any, group: ExpertGroup, rows: torch.Tensor) -> torch.Tensor:
@@ -177,5 +191,4 @@ def _report(
     if routing.bad_rows.size:
         pool.report_bad_rows((routing.bad_rows + first_row).tolist())
     for expert in failed:
-        pairs = routing.order[routing.starts[expert] : routing.starts[expert + 1]]
-        pool.report_failed_rows((pairs // top_k + first_row).tolist())
+        pool.report_failed_rows((routing.pairs_of(expert) // top_k + first_row).tolist())

@@ -132,7 +132,9 @@ class ExpertPool:
         first = asked[active] != self._step
         asked[active] = self._step
         new = int(np.count_nonzero(first))
-        hits = int(np.count_nonzero(first & states.is_resident(layer, active)))
+        hits = new
+        if not states.is_whole(layer):
+            hits = int(np.count_nonzero(first & states.is_resident(layer, active)))
         pairs = int(used.sum())
         stats = self.stats
         stats.demand_hits += hits
@@ -200,7 +202,7 @@ class ExpertPool:
 
     def resident_counts(self) -> IntArray:
         """Resident experts of each layer."""
-        return self.residency.states.resident_counts.copy()
+        return np.array(self.residency.states.resident_counts)
 
     def check_invariants(self) -> None:
         """Raise ResidencyViolation unless all tables agree. Between steps."""

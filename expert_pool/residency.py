@@ -104,7 +104,7 @@ class Residency:
         """An expert's bytes are in its slot and were found good."""
         self.states.finish_loading(layer, expert)
         self._retry_at.pop((layer, expert), None)
-        if self.states.resident_counts[layer] == self.layers[layer].num_experts:
+        if self.states.is_whole(layer):
             slots = self.addresses.slot_of[layer][: self.layers[layer].num_experts]
             if (np.diff(slots) == 1).all():
                 self._ordered_from[layer] = int(slots[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from expert_pool.tables import IntArray
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Routing:
     """Pairs (row, choice) of `[T, K]`, numbered row * K + choice."""
 
@@ -19,12 +20,15 @@ class Routing:
     """Pair numbers sorted by expert, rows ascending within one; pairs out of range left out."""
     counts: IntArray
     """Pairs of each expert, [E]."""
-    starts: IntArray
-    """Where in `order` each expert's pairs begin, [E + 1]."""
+    ends: IntArray
+    """Where in `order` each expert's pairs end, [E]."""
     bad_rows: IntArray
     """Rows with a weight that is not finite or an index outside 0..E-1, ascending."""
-    dropped_pairs: IntArray
-    """Pairs out of range, which no expert computes."""
+
+    def pairs_of(self, expert: int) -> IntArray:
+        """The pairs that chose an expert."""
+        end = self.ends[expert]
+        return self.order[end - self.counts[expert] : end]
 
 
 _NOTHING = np.zeros(0, dtype=np.int64)
@@ -42,25 +46,21 @@ def sort_by_expert(
     # A stable sort of 16-bit keys is a radix sort. Values out of range are looked for first.
     in_range = int(chosen.min()) >= 0 and int(chosen.max()) < num_experts
     bad: npt.NDArray[np.bool_] | None = None
-    dropped = _NOTHING
     if not in_range:
         outside = (chosen < 0) | (chosen >= num_experts)
-        dropped = np.flatnonzero(outside)
         bad = np.any(outside.reshape(top_k_index.shape), axis=1)
         chosen = np.where(outside, num_experts, chosen)
     # One sum is not finite if any weight is not.
-    if not np.isfinite(float(top_k_weights.sum(dtype=torch.float32))):
+    if not math.isfinite(top_k_weights.sum().item()):
         wild: npt.NDArray[np.bool_] = (~torch.isfinite(top_k_weights)).any(dim=1).cpu().numpy()
         bad = wild if bad is None else np.logical_or(bad, wild)
     key = np.int16 if num_experts < 2**15 - 1 else np.int64
-    order = np.argsort(chosen.astype(key), kind="stable")
+    order = chosen.astype(key).argsort(kind="stable")
     counts = np.bincount(chosen, minlength=num_experts)[:num_experts]
-    starts = np.zeros(num_experts + 1, dtype=np.int64)
-    np.cumsum(counts, out=starts[1:])
+    ends = counts.cumsum()
     return Routing(
-        order=order[: starts[-1]],
+        order=order if in_range else order[: ends[-1]],
         counts=counts,
-        starts=starts,
+        ends=ends,
         bad_rows=_NOTHING if bad is None else np.flatnonzero(bad),
-        dropped_pairs=dropped,
     )

@@ -44,11 +44,15 @@ class StateTable:
         self.experts_per_layer = tuple(experts_per_layer)
         self.state = np.zeros(shape, dtype=np.int8)
         self.pins = np.zeros(shape, dtype=np.int32)
-        self.resident_counts = np.zeros(shape[0], dtype=np.int64)
+        self.resident_counts = [0] * shape[0]
 
     def is_resident(self, layer: int, experts: IntArray) -> npt.NDArray[np.bool_]:
         """Which of `experts` are RESIDENT."""
         return self.state[layer][experts] == _RESIDENT
+
+    def is_whole(self, layer: int) -> bool:
+        """Every expert of a layer is RESIDENT."""
+        return self.resident_counts[layer] == self.experts_per_layer[layer]
 
     def evictable(self, layer: int) -> IntArray:
         """RESIDENT experts of a layer that nobody has pinned, in ascending order."""
@@ -84,8 +88,8 @@ class StateTable:
 
     def pin(self, layer: int, experts: IntArray) -> None:
         """Hold distinct RESIDENT experts in their slots while they are computed with."""
-        states = self.state[layer][experts]
-        if not (states == _RESIDENT).all():
+        if not self.is_whole(layer) and not self.is_resident(layer, experts).all():
+            states = self.state[layer][experts]
             at = int(np.argmax(states != _RESIDENT))
             raise ResidencyViolation(
                 f"layer {layer} expert {experts[at]}: expected RESIDENT to compute with it, "

@@ -264,7 +264,7 @@ def make_buffers(model: PreTrainedModel, module: torch.nn.Module, names: Iterabl
     Parameters of the module that were marked by `mark_loaded` keep theirs.
     """
     for name in names:
-        module._buffers[name] = torch.empty_like(module._buffers[name], device="cpu")
+        module._buffers[name] = torch.empty_like(module.get_buffer(name), device="cpu")
     model._init_weights(module)
 
 

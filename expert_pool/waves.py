@@ -35,10 +35,11 @@ class LayerPass:
 
     def __iter__(self) -> Generator[IntArray, None, None]:
         states = self._pool.residency.states
-        resident = states.is_resident(self._layer, self._experts)
-        if not resident.all():
-            yield from self._in_waves(self._experts[resident], self._experts[~resident])
-            return
+        if not states.is_whole(self._layer):
+            resident = states.is_resident(self._layer, self._experts)
+            if not resident.all():
+                yield from self._in_waves(self._experts[resident], self._experts[~resident])
+                return
         states.pin(self._layer, self._experts)
         try:
             yield self._experts

@@ -68,7 +68,7 @@ class Stream:
 
 
 class Batches:
-    """Mixes the domains; a domain's share is its token count to the power ``evenness``."""
+    """Mixes the domains: each gets its token count to the power ``evenness``, times a factor."""
 
     def __init__(
         self,
@@ -76,6 +76,7 @@ class Batches:
         tokenizer: Tokenizer,
         seed: int,
         evenness: float = 0.5,
+        factors: dict[str, float] | None = None,
     ) -> None:
         self.names = list(domains)
         self.streams = [
@@ -83,6 +84,7 @@ class Batches:
             for i, records in enumerate(domains.values())
         ]
         sizes = np.array([len(s.tokens) for s in self.streams], dtype=np.float64) ** evenness
+        sizes *= [(factors or {}).get(name, 1.0) for name in self.names]
         self.shares: NDArray[np.float64] = sizes / sizes.sum()
         self.owed: NDArray[np.float64] = np.zeros(len(self.names))
 

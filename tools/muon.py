@@ -18,13 +18,21 @@ _A, _B, _C = 3.4445, -4.7750, 2.0315
 
 
 def orthogonalise(stack: Tensor, steps: int = STEPS) -> Tensor:
-    """Matrices (n x rows x columns, rows <= columns) with singular values moved near 1."""
+    """Matrices (n x rows x columns, rows <= columns) with singular values moved near 1.
+
+    Every step multiplies by a polynomial of the matrix's own Gram matrix, so the steps run on
+    that small square matrix and the polynomials' product is applied once at the end.
+    """
     x = stack / (stack.flatten(1).norm(dim=1)[:, None, None] + 1e-7)
-    for _ in range(steps):
-        gram = torch.bmm(x, x.transpose(1, 2))
-        mix = torch.baddbmm(gram, gram, gram, beta=_B, alpha=_C)
-        x = torch.baddbmm(x, mix, x, beta=_A)
-    return x
+    gram = torch.bmm(x, x.transpose(1, 2))
+    product: Tensor | None = None
+    for left in range(steps - 1, -1, -1):
+        factor = torch.baddbmm(gram, gram, gram, beta=_B, alpha=_C)
+        factor.diagonal(dim1=1, dim2=2).add_(_A)
+        product = factor if product is None else torch.bmm(factor, product)
+        if left:
+            gram = torch.bmm(torch.bmm(factor, gram), factor)
+    return x if product is None else torch.bmm(product, x)
 
 
 class Muon(torch.optim.Optimizer):

@@ -50,12 +50,14 @@ class Plan:
     context: int
     final_context: int
     cooldown: float
+    final_share: float
     seed: int
     balance: float
     domain: float
     muon_lr: float
     adam_lr: float
     small: bool
+    factors: dict[str, float]
 
     def progress(self, step: int, seconds: float) -> float:
         """Share of the run that is done, 0 to 1."""
@@ -78,7 +80,12 @@ class Run:
             build_config(tokenizer, plan.small), plan.seed
         )
         parts = {name: split(records) for name, records in domains.items()}
-        self.batches = Batches({k: train for k, (train, _) in parts.items()}, tokenizer, plan.seed)
+        self.batches = Batches(
+            {k: train for k, (train, _) in parts.items()},
+            tokenizer,
+            plan.seed,
+            factors=plan.factors,
+        )
         self.heldout = heldout_rows(
             {k: held for k, (_, held) in parts.items()}, tokenizer, plan.context, plan.rows // 2
         )
@@ -106,7 +113,7 @@ class Run:
         for group, peak in self.peaks:
             group["lr"] = peak * scale
         length = self.plan.context
-        if done > 1.0 - self.plan.cooldown:
+        if done > 1.0 - self.plan.final_share:
             length = self.plan.final_context
         rows = max(1, self.plan.rows * self.plan.context // length)
         ids, target, kind = self.batches.next(rows, length)
@@ -189,13 +196,17 @@ def main(
     minutes: Annotated[float, typer.Option(help="Stop after so many minutes (0: none).")] = 110.0,
     rows: Annotated[int, typer.Option(help="Rows of a batch.")] = 16,
     context: Annotated[int, typer.Option(help="Tokens of a row.")] = 256,
-    final_context: Annotated[int, typer.Option(help="Tokens of a row in the cooldown.")] = 512,
-    cooldown: Annotated[float, typer.Option(help="Share of the run that cools down.")] = 0.2,
+    final_context: Annotated[int, typer.Option(help="Tokens of a row at the end.")] = 512,
+    final_share: Annotated[float, typer.Option(help="Share of the run that is the end.")] = 0.2,
+    cooldown: Annotated[float, typer.Option(help="Share of the run that cools down.")] = 0.5,
     vocabulary: Annotated[int, typer.Option(help="Tokens of the tokenizer.")] = 4096,
     balance: Annotated[float, typer.Option(help="Weight of the balance loss.")] = 0.005,
     domain: Annotated[float, typer.Option(help="Weight of the domain loss.")] = 0.01,
     muon_lr: Annotated[float, typer.Option(help="Peak learning rate of the matrices.")] = 0.02,
     adam_lr: Annotated[float, typer.Option(help="Peak learning rate of the rest.")] = 0.003,
+    share: Annotated[
+        list[str] | None, typer.Option(help="DOMAIN=FACTOR: show a domain more or less often.")
+    ] = None,
     save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 100,
     test_every: Annotated[int, typer.Option(help="Steps between held-out tests.")] = 200,
     export_minutes: Annotated[float, typer.Option(help="Minutes between exports.")] = 40.0,
@@ -223,8 +234,9 @@ def main(
         tokenizer = train_tokenizer(train_only, vocabulary, seed)
         tokenizer.save(str(vocab_file))
     plan = Plan(
-        steps, minutes, rows, context, final_context, cooldown, seed,
+        steps, minutes, rows, context, final_context, cooldown, final_share, seed,
         balance, domain, muon_lr, adam_lr, small,
+        {name: float(factor) for name, _, factor in (s.partition("=") for s in share or [])},
     )  # fmt: skip
     run = Run(plan, tokenizer, domains)
     if checkpoint.exists():

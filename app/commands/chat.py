@@ -41,7 +41,12 @@ def _chat(
         bool, typer.Option("--json", help="With --prompt: print one JSON object.")
     ] = False,
 ) -> None:
-    """Talk to MODEL in the terminal, without Ray."""
+    """Talk to MODEL in the terminal, without Ray.
+
+    \b
+      coterie chat ./demo_model --expert-memory 50%
+      coterie chat MODEL --prompt "Write a story about a fox." --json
+    """
     if as_json and prompt is None:
         raise SettingsError("--json needs --prompt: it prints one answer as one object")
     named = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}

@@ -260,6 +260,16 @@ def test_experts_of_unlike_encodings_are_refused(tmp_path: Path) -> None:
         CheckpointIndex.open(folder)
 
 
+def test_experts_in_eight_bits_are_refused_even_unannounced(tmp_path: Path) -> None:
+    def edit(tensors: Tensors) -> None:
+        for name in [name for name in tensors if ".experts." in name]:
+            tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+
+    folder = edited_copy(cached_checkpoint("qwen3_moe"), tmp_path / "m", edit)
+    with pytest.raises(CheckpointError, match="in float8_e4m3fn"):
+        CheckpointIndex.open(folder)
+
+
 def test_truncated_file_is_refused(tmp_path: Path) -> None:
     folder = shutil.copytree(cached_checkpoint("qwen3_moe"), tmp_path / "m")
     path = folder / "model.safetensors"

@@ -90,7 +90,7 @@ def run_slow_step(index, monkeypatch, read_s, compute_s, slots, warm) -> tuple[f
 
 def test_everything_resident_never_waits(tmp_path):
     index = FakeIndex(tmp_path, SHAPE)
-    pool, model = open_pool(index, SlowReader(index, 0.0))
+    pool, _ = open_pool(index, SlowReader(index, 0.0))
     pool.preload([(0, e) for e in range(EXPERTS)])
     pool.settle()
     pool.begin_step()

@@ -88,7 +88,7 @@ def test_counts_agree_with_a_simple_count(tmp_path):
     loads = np.zeros((3, 8), dtype=np.int64)
     for step in range(12):
         pool.begin_step()
-        expected = dict(hits=0, misses=0, evictions=0)
+        expected = {"hits": 0, "misses": 0, "evictions": 0}
         tokens = 1 + step % 3
         for layer in range(3):
             routed = random_routing(shape, tokens, 3 * step + layer)

@@ -88,5 +88,5 @@ def test_more_than_the_machine_has_is_refused_at_once(monkeypatch):
     monkeypatch.setattr(
         slots_module.psutil, "virtual_memory", lambda: SimpleNamespace(available=10_000)
     )
-    with pytest.raises(BudgetError, match="need 12288 bytes.*have 10000 bytes"):
+    with pytest.raises(BudgetError, match=r"need 12288 bytes.*have 10000 bytes"):
         SlotArena((), 4096, 3, torch.device("cpu"))

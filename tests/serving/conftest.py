@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from app.local_ray import local_ray, prepare_environment
+from deployments.ray_environment import source_folder
 from deployments.settings import ServingSettings
 from tests.serving.tiny_model_folder import make_folder
 
@@ -82,3 +83,18 @@ def fake_app(live_serve: str, tiny_folder: Path) -> LiveApp:
     factory = "tests.serving.fake_engines:open_engine"
     built = application("tiny", tiny_folder, FAKE_SERVING, FAKE_ENGINE, {}, factory)
     return deploy("fake", live_serve, "tiny", built)
+
+
+DEMO_MODEL = Path(source_folder()) / "demo_model"
+DEMO_ENGINE = {"max_sequences": 8, "kv_memory": 32 * 1024**2, "threads": 1}
+DEMO_POOL = {"expert_memory": "75%"}
+
+
+@pytest.fixture(scope="session")
+def demo_app(live_serve: str) -> LiveApp:
+    """The bundled model, with slots for three quarters of its experts."""
+    from deployments.application import application
+
+    serving = ServingSettings(max_queued_requests=64, drain_s=5.0, rank_wait_s=120.0)
+    built = application("demo", DEMO_MODEL, serving, DEMO_ENGINE, DEMO_POOL)
+    return deploy("demo", live_serve, "demo", built)

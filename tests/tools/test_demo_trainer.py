@@ -65,7 +65,8 @@ def corpus(tmp_path: Path) -> Path:
 def arguments(corpus: Path, out: Path, steps: int) -> list[str]:
     return [
         str(corpus), "--out", str(out), "--steps", str(steps), "--minutes", "0", "--rows", "4",
-        "--context", "32", "--final-context", "64", "--vocabulary", "320", "--small", "--json",
+        "--context", "32", "--final-context", "64", "--vocabulary", "320",
+        "--share", "tales=0.5", "--small", "--json",
     ]  # fmt: skip
 
 
@@ -171,7 +172,7 @@ def test_renderings() -> None:
 
 
 def test_plan_cools_down() -> None:
-    plan = Plan(100, 0.0, 4, 32, 64, 0.2, 0, 0.0, 0.0, 0.02, 0.003, True)
+    plan = Plan(100, 0.0, 4, 32, 64, 0.2, 0.1, 0, 0.0, 0.0, 0.02, 0.003, True, {})
     assert plan.scale(50, plan.progress(50, 0.0)) == 1.0
     assert plan.scale(90, plan.progress(90, 0.0)) == pytest.approx(0.5)
     assert plan.progress(200, 0.0) == 1.0

@@ -1,0 +1,110 @@
+import numpy as np
+import pytest
+
+from expert_pool.predictors import (
+    LabelPredictor,
+    PreviousTokenPredictor,
+    PromptPredictor,
+    RecallMeter,
+    TransitionPredictor,
+)
+from tests.synthetic_trace import synthetic_trace
+
+
+def ids(*numbers):
+    return np.array(numbers, dtype=np.int64)
+
+
+def test_recall_counts_the_demanded_among_the_highest_scores():
+    meter = RecallMeter((1, 2))
+    assert meter.recall() == {1: 0.0, 2: 0.0}
+    meter.add(np.array([0.1, 0.9, 0.5]), ids(1, 2))
+    meter.add(np.array([0.1, 0.9, 0.5]), ids(0, 2))
+    assert meter.recall() == {1: 0.25, 2: 0.75}
+
+
+def test_transitions_follow_what_was_chosen_together():
+    transitions = TransitionPredictor(3, 4)
+    for _ in range(20):
+        transitions.learn(0, ids(0), ids(3))
+        transitions.learn(0, ids(1), ids(2))
+    assert transitions.predict(0, ids(0)).argmax() == 3
+    assert transitions.predict(0, ids(1)).argmax() == 2
+    assert transitions.predict(1, ids(0)).tolist() == [0, 0, 0, 0]
+    # An expert without a past gets the next layer's popularity.
+    transitions.learn(0, ids(1), ids(2))
+    assert transitions.predict(0, ids(2)).argmax() == 2
+
+
+def test_transitions_forget():
+    transitions = TransitionPredictor(2, 3)
+    for _ in range(6000):
+        transitions.learn(0, ids(0), ids(1))
+    for _ in range(9000):
+        transitions.learn(0, ids(0), ids(2))
+    assert transitions.predict(0, ids(0)).argmax() == 2
+
+
+def test_previous_token_prefers_the_last():
+    previous = PreviousTokenPredictor(1, 4)
+    previous.learn(0, ids(0, 1))
+    previous.learn(0, ids(1, 2))
+    assert np.argsort(-previous.predict(0), kind="stable").tolist() == [1, 2, 0, 3]
+
+
+def test_prompt_ids_recall_their_experts():
+    prompts = PromptPredictor(1, 3)
+    assert prompts.predict([5, 6]) is None
+    prompts.learn([1, 5], np.array([[1.0, 0.0, 0.0]]))
+    for _ in range(8):
+        prompts.learn([1, 6], np.array([[0.0, 1.0, 0.0]]))
+    # Token 1 starts every prompt and says little; 5 is rare and says much.
+    found = prompts.predict([1, 5])
+    assert found is not None
+    assert found[0].argmax() == 0
+    found = prompts.predict([1, 6])
+    assert found is not None
+    assert found[0].argmax() == 1
+    assert found.sum() == pytest.approx(1.0)
+
+
+def test_labels_keep_apart_and_stay_bounded():
+    labels = LabelPredictor(1, 3, max_labels=2)
+    labels.learn("code", 0, ids(0), ids(100), 100)
+    labels.learn("law", 0, ids(1), ids(100), 100)
+    assert labels.predict("code", 0).argmax() == 0
+    assert labels.predict("law", 0).argmax() == 1
+    assert labels.predict("unknown", 0) == pytest.approx(labels.everyone.rates(0))
+    labels.learn("code", 0, ids(0), ids(1), 1)
+    labels.learn("poems", 0, ids(2), ids(100), 100)
+    assert labels.predict("law", 0) == pytest.approx(labels.everyone.rates(0)), "oldest forgotten"
+    assert labels.predict("code", 0).argmax() == 0
+
+
+def test_a_label_seen_once_barely_differs_from_everyone():
+    labels = LabelPredictor(1, 2, max_labels=4)
+    labels.learn("code", 0, ids(0), ids(1000), 1000)
+    labels.learn("law", 0, ids(1), ids(1), 1)
+    assert labels.predict("law", 0).argmax() == 0
+
+
+def test_recall_on_a_trace_is_ordered_as_on_real_ones():
+    # Transitions over the previous token, that over popularity, all over chance.
+    trace = synthetic_trace(seed=3)
+    steps, layers, _ = trace.demands.shape
+    transitions = TransitionPredictor(layers, trace.num_experts)
+    previous = PreviousTokenPredictor(layers, trace.num_experts)
+    labels = LabelPredictor(layers, trace.num_experts, max_labels=1)
+    meters = {name: RecallMeter((8,)) for name in ("transitions", "previous", "popularity")}
+    for step in range(steps):
+        for layer in range(1, layers):
+            before, demand = trace.demands[step, layer - 1], trace.demands[step, layer]
+            if step > 100:
+                meters["transitions"].add(transitions.predict(layer - 1, before), demand)
+                meters["previous"].add(previous.predict(layer), demand)
+                meters["popularity"].add(labels.predict("all", layer), demand)
+            transitions.learn(layer - 1, before, demand)
+            previous.learn(layer, demand)
+            labels.learn("all", layer, demand, np.ones_like(demand), 1)
+    recall = {name: meter.recall()[8] for name, meter in meters.items()}
+    assert recall["transitions"] > recall["previous"] > recall["popularity"] > 8 / 64
