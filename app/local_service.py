@@ -42,7 +42,7 @@ class LocalService:
         try:
             serve.run(build(self._settings), name=APPLICATION, route_prefix="/")
         except RuntimeError as error:
-            raise _reason(str(error), f"Logs: {self._logs / 'serve'}") from error
+            raise failure_of(str(error), f"Logs: {self._logs / 'serve'}") from error
 
     def await_ready(self, limit_s: float) -> None:
         """Until /ready says yes. Raises CoterieError after `limit_s`."""
@@ -53,7 +53,7 @@ class LocalService:
                 return
             if time.monotonic() > deadline:
                 raise CoterieError(
-                    f"not ready after {limit_s:.0f} s: {details}\n{self._last_log_lines()}"
+                    f"not ready after {limit_s:.0f} s: {details}\n{self.last_log_lines()}"
                 )
             time.sleep(POLL_S)
 
@@ -74,7 +74,7 @@ class LocalService:
             if ready and not was_ready:
                 yield "ready again"
             if was_ready and not ready:
-                yield f"not ready: {details}\n{self._last_log_lines()}"
+                yield f"not ready: {details}\n{self.last_log_lines()}"
             was_ready = ready
 
     def stop(self) -> None:
@@ -87,7 +87,8 @@ class LocalService:
         with hushed():
             serve.shutdown()
 
-    def _last_log_lines(self) -> str:
+    def last_log_lines(self) -> str:
+        """The latest errors and warnings in the replicas' logs, and where to read on."""
         files = sorted(
             (self._logs / "serve").glob("replica_*.log"), key=lambda f: f.stat().st_mtime
         )
@@ -96,7 +97,7 @@ class LocalService:
         return "\n".join([*grave[-LOG_LINES:], f"Logs: {self._logs / 'serve'}"])
 
 
-def _reason(said: str, logs: str) -> CoterieError:
+def failure_of(said: str, logs: str) -> CoterieError:
     """The error that a replica raised, found at the end of what Serve says of it."""
     raised = re.findall(r"^core\.errors\.(\w+): (.*)$", said, re.MULTILINE)
     if not raised:

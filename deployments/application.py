@@ -23,6 +23,7 @@ GATEWAY = "Gateway"
 SUPERVISOR = "Supervisor"
 _SHUTDOWN_ROOM_S = 5.0
 _CONSTRUCTOR_TRIES = 2
+_BUSY_RETRY_S = 2
 # The proxy logs each request; a line from each of our replicas too would only cost time.
 _LOGGING = {"enable_access_log": False}
 
@@ -54,12 +55,13 @@ class GatewayDeployment:
         return self._gateway.status()
 
     async def _model_state(self) -> str:
-        """ "idle" with no replica and none in trouble, "running" with some, else Serve's word."""
+        """ "running" with a running replica, Serve's word for trouble, else "idle"."""
         status = await asyncio.to_thread(serve.status)
         deployment = status.applications[self._app_name].deployments[SUPERVISOR]
-        if sum(deployment.replica_states.values()):
+        if deployment.replica_states.get("RUNNING"):
             return "running"
-        return "idle" if deployment.status == "HEALTHY" else str(deployment.status)
+        state = str(deployment.status.value)
+        return state if state in ("UNHEALTHY", "DEPLOY_FAILED") else "idle"
 
 
 def application(
@@ -102,6 +104,7 @@ def application(
         # Admission is the supervisors' matter; the gateway only has to hold what they hold.
         max_ongoing_requests=(ongoing + REFUSAL_ROOM) * serving.replicas + REFUSAL_ROOM,
         max_queued_requests=REFUSAL_ROOM,
+        backpressure_config={"status_code": 503, "retry_after_s": _BUSY_RETRY_S},
         graceful_shutdown_timeout_s=shutdown_s,
         ray_actor_options={"num_cpus": 0.1},
         logging_config=_LOGGING,

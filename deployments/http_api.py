@@ -23,7 +23,7 @@ from deployments.openai_errors import (
     envelope,
     error_object,
 )
-from deployments.proxy_guard import refused_header
+from deployments.proxy_guard import SCOPE_BODY, refused_header
 
 log = logging.getLogger("ray.serve")
 
@@ -168,6 +168,9 @@ async def _body(request: Request, gateway: Gateway) -> bytes:
     if (refusal := refused_header(request.scope["headers"])) is not None:
         raise refusal
     limit = gateway.serving.max_body_bytes
+    whole = request.scope.get(SCOPE_BODY)
+    if whole is not None and len(whole) <= limit:
+        return bytes(whole)
     declared = request.headers.get("content-length", "0")
     if declared.isdigit() and int(declared) > limit:
         raise BodyTooLargeError(f"The body has {declared} bytes; the limit is {limit} bytes.")

@@ -21,7 +21,7 @@ from core.errors import (
     SettingsError,
 )
 from deployments.rank_actor import RankActor
-from deployments.rank_channel import Down, Fatal, Heartbeat, Ready, Up, frame, read_messages
+from deployments.rank_channel import Down, Fatal, Heartbeat, Ready, Stop, Up, frame, read_messages
 from deployments.settings import ServingSettings
 
 _WATCH_S = 0.5
@@ -116,6 +116,11 @@ class RankProcess:
             ray.kill(self._actor, no_restart=True)
             self._actor = None
         await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+
+    def abandon(self) -> None:
+        """Tell the rank to end and remove its socket; for an end without an event loop."""
+        self.send(Stop())
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _start_actor(self, path: str) -> asyncio.Task[str]:
         device = str(self._settings.get("engine", {}).get("device", "cpu"))

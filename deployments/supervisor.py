@@ -136,6 +136,12 @@ class Supervisor:
         if self._failures_in_a_row >= _FAILURES_BEFORE_UNHEALTHY:
             raise RuntimeError(f"the rank failed to start {self._failures_in_a_row} times in a row")
 
+    def __del__(self) -> None:
+        """Serve's hook at the end of a replica: nothing of the rank stays on disk."""
+        rank = getattr(self, "_rank", None)
+        if rank is not None:
+            rank.abandon()
+
     def _admit(self, live: LiveRequest) -> None:
         request = live.request
         if self._draining:

@@ -17,7 +17,7 @@ PROBE_NAME = "coterie_probe"
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Which earlier positions a query sees: all, the last `tokens`, or its own chunk of `tokens`."""
+    """Which earlier positions a query sees: all, the last `tokens`, or its chunk of `tokens`."""
 
     kind: Literal["full", "sliding", "chunked"] = "full"
     tokens: int = 0
@@ -48,6 +48,7 @@ class AttentionLayer:
 
     @property
     def values_per_token(self) -> int:
+        """Numbers that one token leaves in this layer's pages."""
         if self.shares_layer is not None:
             return 0
         return self.kv_heads * (self.key_dim + self.value_dim)
@@ -136,7 +137,7 @@ def _windows(model: Any, layers: list[torch.nn.Module]) -> list[Window]:
     try:
         config._attn_implementation = PROBE_NAME
         for layer in layers:
-            layer.forward = record  # type: ignore[method-assign]
+            layer.forward = record
         with torch.inference_mode():
             probe = torch.zeros((1, 1), dtype=torch.long, device=device)
             model.model(input_ids=probe, use_cache=False)

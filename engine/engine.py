@@ -1,15 +1,12 @@
 """The engine of one rank: requests in, one StepResult a step out.
 
-    engine = Engine.open("path/to/model")
-    for text in engine.chat([{"role": "user", "content": "Hello"}]):
-        print(text, end="", flush=True)
+Needs neither Ray nor a server: `Engine.open(folder).chat(messages)` yields an answer's text.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +20,7 @@ from core.step import PoolStepStats, SequenceOutput, StepPlan, StepResult, StepS
 from engine.backbone import Backbone
 from engine.batcher import Batch, Batcher
 from engine.kv_pages import KvPages
+from engine.limits import Limits
 from engine.paged_attention import ATTENTION_NAME
 from engine.paged_runner import PagedRunner
 from engine.sampler import Sampled, SamplingState, sample
@@ -37,18 +35,6 @@ from expert_pool.settings import PoolSettings
 
 if TYPE_CHECKING:
     from engine.chat import ChatSession
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What a request must fit."""
-
-    context_tokens: int
-    """Prompt and answer together."""
-    max_sequences: int
-    """Sequences that run at once."""
-    kv_blocks: int
-    kv_block_tokens: int
 
 
 class Engine:
@@ -80,10 +66,10 @@ class Engine:
         self.model_dir = index.model_dir
         self.shape: ModelShape = index.shape
         self._settings = engine
-        self._pool = ExpertPool(index, pool, device=engine.device)
+        self.pool = ExpertPool(index, pool, device=engine.device)
         backbone = Backbone.open(
             index,
-            self._pool,
+            self.pool,
             device=engine.device,
             context_tokens=engine.context_tokens,
             attention=ATTENTION_NAME if not _is_state_family(index) else None,
@@ -93,7 +79,9 @@ class Engine:
         blocks = self.shape.kv_blocks(
             engine.kv_memory, size, engine.max_sequences, backbone.context_tokens
         )
-        self.limits = Limits(backbone.context_tokens, engine.max_sequences, blocks, size)
+        self.limits = Limits(
+            backbone.context_tokens, engine.max_sequences, blocks, size, self.shape.vocab_size
+        )
         self._shares_prefixes = not backbone.state_family
         self._runner: PagedRunner | StockRunner
         if backbone.state_family:
@@ -114,21 +102,23 @@ class Engine:
         self._next_sequence_id = 0
         self._steps = 0
         self._chat: ChatSession | None = None
+        self._preload()
 
     def add(self, request: Request) -> None:
         """Queues a request. Raises RequestError, and then nothing of it is queued."""
-        self._check(request)
+        self.limits.check(request)
+        if any(key[0] == request.request_id for key in self._live):
+            raise RequestError(f"A request {request.request_id!r} is running already.")
+        salt = self._salt(request)
         leader: Sequence | None = None
         for index in range(request.n):
             params = request.params
-            sequence = Sequence(
-                self._next_sequence_id, request, index, self._salt(request), leader=leader
-            )
+            sequence = Sequence(self._next_sequence_id, request, index, salt, leader=leader)
             leader = leader or (sequence if sequence.shares_blocks else None)
-            seed = params.seed
-            entropy = (seed + index,) if seed is not None else (
-                self._settings.seed, sequence.sequence_id
-            )
+            if params.seed is not None:
+                entropy: tuple[int, ...] = (params.seed + index,)
+            else:
+                entropy = (self._settings.seed, sequence.sequence_id)
             ends = params.stop_token_ids + (() if params.ignore_eos else self.eos_ids)
             self._sampling[sequence.sequence_id] = SamplingState(
                 params, request.prompt_ids, ends, [abs(part) for part in entropy]
@@ -208,7 +198,7 @@ class Engine:
     def check_invariants(self) -> None:
         """Raises RuntimeError where books do not balance; call it when idle or in tests."""
         self._pages.check_invariants()
-        self._pool.check_invariants()
+        self.pool.check_invariants()
         queued = len(self._batcher.running) + len(self._batcher.waiting)
         if queued != len(self._live) or len(self._sampling) != len(self._live):
             raise RuntimeError(
@@ -219,18 +209,30 @@ class Engine:
 
     def close(self) -> None:
         """Ends the expert pool's threads and gives its memory back."""
-        self._pool.close()
+        self.pool.close()
+
+    def _preload(self) -> None:
+        """Reads the experts of layers that fit wholly, while nobody asks for any."""
+        quotas = self.pool.residency.quotas
+        self.pool.preload(
+            [
+                (layer.ordinal, expert)
+                for layer in self.pool.index.layers
+                if quotas[layer.ordinal] >= layer.num_experts
+                for expert in range(layer.num_experts)
+            ]
+        )
 
     def _run(self, batch: Batch, stats: StepStats) -> list[SequenceOutput]:
         plan = batch.plan
         stats.decode_tokens = sum(len(part.token_ids) for part in plan.parts if part.is_decode)
         stats.prefill_tokens = plan.num_tokens - stats.decode_tokens
-        self._pool.begin_step()
         try:
+            self.pool.begin_step()
             try:
                 logits = self._runner.run(plan)
             finally:
-                stats.pool = self._pool.end_step()
+                stats.pool = self.pool.end_step()
             faults = _faults(plan, stats.pool)
             wanting = [i for i, part in enumerate(plan.parts) if part.wants_logits]
             states = [self._sampling[plan.parts[i].sequence_id] for i in wanting]
@@ -332,35 +334,6 @@ class Engine:
         if self._settings.prefix_cache:
             return f"tenant {request.tenant}"
         return f"request {self._next_sequence_id}" if request.n > 1 else None
-
-    def _check(self, request: Request) -> None:
-        params, vocab = request.params, self.shape.vocab_size
-        prompt, limit = len(request.prompt_ids), self.limits.context_tokens
-        if any(key[0] == request.request_id for key in self._live):
-            raise RequestError(f"A request {request.request_id!r} is running already.")
-        if prompt + params.max_tokens > limit:
-            raise RequestError(
-                f"The prompt has {prompt} tokens and max_tokens is {params.max_tokens}; together "
-                f"they may be at most {limit} tokens, the context served here.",
-                "messages" if prompt >= limit else "max_tokens",
-            )
-        room = self.limits.kv_blocks * self.limits.kv_block_tokens
-        if prompt > room:
-            raise RequestError(
-                f"The prompt has {prompt} tokens and max_tokens is {params.max_tokens}; the KV "
-                f"pages hold at most {room} tokens.",
-                "messages",
-            )
-        for name, ids in (
-            ("prompt", request.prompt_ids),
-            ("logit_bias", [token for token, _ in params.logit_bias]),
-            ("stop_token_ids", params.stop_token_ids),
-        ):
-            wrong = next((token for token in ids if not 0 <= token < vocab), None)
-            if wrong is not None:
-                raise RequestError(
-                    f"Token ids must lie between 0 and {vocab - 1}, found {wrong}.", name
-                )
 
 
 def open_engine(settings: dict[str, Any]) -> Engine:

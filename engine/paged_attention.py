@@ -1,9 +1,9 @@
 """Attention over a flattened ragged batch whose keys and values lie in pages.
 
-`PagedCache.update` writes the step's new keys and values; `paged_attention`, registered under
-ATTENTION_NAME, then gathers what each query sees: one call for each length bucket of decoding
-sequences, one for each prompt part. What a call gathers is bounded by the scratch budget; longer
-spans are cut along the keys and merged by their log-sum-exp (Dao et al. 2022, section 3.1).
+`paged_attention`, registered under ATTENTION_NAME, gathers what each query sees: one call for
+each length bucket of decoding sequences, one for each prompt part. What a call gathers is bounded
+by the scratch budget; longer spans are cut along the keys and merged by their log-sum-exp (Dao et
+al. 2022, section 3.1).
 """
 
 from __future__ import annotations
@@ -12,28 +12,16 @@ from typing import Any
 
 import torch
 from transformers import AttentionInterface
-from transformers.cache_utils import Cache
 
 from engine.attention_layout import AttentionLayer
+from engine.kv_store import KvStore, widens
 from engine.mla import absorb_keys, expand_values
-from engine.step_layout import Span, StepLayout
+from engine.step_layout import Span
 
 ATTENTION_NAME = "coterie_paged"
 """Not known to transformers' AttentionMaskInterface, so that models skip mask creation."""
 
 _flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_HALF = (torch.bfloat16, torch.float16)
-
-
-def _widens(dtype: torch.dtype, device: torch.device, queries: int) -> bool:
-    """Whether attention is computed in fp32 on a copy of 16-bit keys and values.
-
-    On CPUs a single query over 16-bit keys costs two to four times as much as over fp32 ones,
-    copy included; longer ones only gain from 16 bits where the CPU multiplies them natively.
-    """
-    if device.type != "cpu" or dtype not in _HALF:
-        return False
-    return queries == 1 or not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def attend(
@@ -69,94 +57,6 @@ def attend(
     return scores.softmax(-1).nan_to_num(0.0).to(value.dtype) @ value, lse
 
 
-class KvStore:
-    """The pages of all layers, and the scratch that gathers go through."""
-
-    def __init__(
-        self,
-        layers: tuple[AttentionLayer, ...],
-        num_blocks: int,
-        block_tokens: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        scratch_bytes: int,
-    ) -> None:
-        self.block_tokens = block_tokens
-        self.step: StepLayout | None = None
-        own = {x.layer_idx: x for x in layers if x.shares_layer is None}
-        # Written, not only mapped: the memory is there from the start, and no stale NaN exists.
-        self.pages = {
-            idx: torch.empty(
-                (num_blocks, block_tokens, x.values_per_token), dtype=dtype, device=device
-            ).zero_()
-            for idx, x in own.items()
-        }
-        widest = max((x.values_per_token for x in own.values()), default=0)
-        widens = _widens(dtype, device, 1)
-        self.gather_bytes = max(
-            scratch_bytes * dtype.itemsize // (dtype.itemsize + 4 * widens),
-            block_tokens * widest * dtype.itemsize,
-        )
-        """What one call may gather: the scratch budget, less the room for an fp32 copy of it."""
-        values = self.gather_bytes // dtype.itemsize
-        self._scratch = torch.empty(values, dtype=dtype, device=device).zero_()
-        self._wide = torch.empty(values if widens else 0, dtype=torch.float32, device=device)
-        self._wide.zero_()
-
-    def clear_blocks(self, block_ids: list[int]) -> None:
-        """Zeroes blocks whose content may not be finite: masked keys still meet 0 * NaN."""
-        for pages in self.pages.values():
-            pages[block_ids] = 0
-
-    def gather(self, pages: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        """[len(table), block_tokens, width] copied to scratch; valid until the next gather."""
-        shape = (len(table), *pages.shape[1:])
-        out = self._scratch[: shape[0] * shape[1] * shape[2]].view(shape)
-        return torch.index_select(pages, 0, table, out=out)
-
-    def widen(self, gathered: torch.Tensor) -> torch.Tensor:
-        """An fp32 copy of what `gather` returned; valid until the next one."""
-        return self._wide[: gathered.numel()].view(gathered.shape).copy_(gathered)
-
-
-class PagedCache(Cache):
-    """Writes new keys and values to pages and hands them back for prompts that need no others."""
-
-    def __init__(self, store: KvStore, layers: tuple[AttentionLayer, ...]) -> None:
-        super().__init__(layers=[])
-        self._store = store
-        self._latent = {x.layer_idx for x in layers if x.latent}
-
-    def update(
-        self,
-        key_states: torch.Tensor,
-        value_states: torch.Tensor,
-        layer_idx: int,
-        *args: Any,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """key_states and value_states [1, heads, T, dim] of the step; returns what was written."""
-        step = self._store.step
-        if step is None:
-            raise RuntimeError("PagedCache.update outside of a step")
-        pages = self._store.pages[layer_idx].view(-1, self._store.pages[layer_idx].shape[-1])
-        if layer_idx in self._latent:
-            latent = torch.cat([key_states, value_states], dim=-1)
-            pages.index_copy_(0, step.slots, latent[0, 0])
-            return latent, latent
-        keys = key_states[0].transpose(0, 1).flatten(1)
-        values = value_states[0].transpose(0, 1).flatten(1)
-        pages.index_copy_(0, step.slots, torch.cat([keys, values], dim=1))
-        return key_states, value_states
-
-    def get_seq_length(self, layer_idx: int = 0) -> Any:
-        """[T] offsets that turn 0 .. T-1 into positions, for models that count from the cache."""
-        step = self._store.step
-        if step is None:
-            return 0
-        return step.position_ids[0] - torch.arange(step.num_tokens, device=step.device)
-
-
 class LayerAttention:
     """One layer's attention over the pages it owns or shares."""
 
@@ -167,7 +67,9 @@ class LayerAttention:
         self._pages = store.pages[source]
         if layer.latent:
             self._width = layer.key_dim + layer.value_dim
-            layer.module.expand_kv = lambda latent, _: (latent, latent)
+            # Stock would expand every latent here; the pages keep them as they are.
+            module: Any = layer.module
+            module.expand_kv = lambda latent, _: (latent, latent)
 
     def __call__(
         self,
@@ -218,10 +120,10 @@ class LayerAttention:
         rows = query[0][:, span.rows]
         if span.fresh_causal:
             fresh = slice(None), slice(None), span.rows
-            parts = rows[None], key[fresh], value[fresh]
-            if not _widens(query.dtype, query.device, span.queries):
-                return attend(*parts, None, True, scaling, softcap)
-            out, lse = attend(*(part.float() for part in parts), None, True, scaling, softcap)
+            wide = widens(query.dtype, query.device, span.queries)
+            dtype = torch.float32 if wide else query.dtype
+            parts = rows[None].to(dtype), key[fresh].to(dtype), value[fresh].to(dtype)
+            out, lse = attend(parts[0], parts[1], parts[2], None, True, scaling, softcap)
             return out.to(query.dtype), lse
         heads, kv_heads = query.shape[1], key.shape[1]
         if span.queries == 1:
@@ -271,7 +173,7 @@ class LayerAttention:
     def _mask(self, span: Span, first_block: int, blocks: int) -> torch.Tensor:
         size = self._store.block_tokens
         seen = span.visible(self._layer.window, first_block * size, blocks * size)
-        wide = _widens(self._pages.dtype, self._pages.device, span.queries)
+        wide = widens(self._pages.dtype, self._pages.device, span.queries)
         mask = torch.zeros(seen.shape, dtype=torch.float32 if wide else self._pages.dtype)
         mask.masked_fill_(torch.from_numpy(~seen), -torch.inf)
         return mask.to(self._pages.device).unsqueeze(1)
@@ -294,8 +196,8 @@ class LayerAttention:
             key = value = flat.unsqueeze(1)
         else:
             heads, split = self._layer.kv_heads, self._layer.kv_heads * self._layer.key_dim
-            key = flat[..., :split].unflatten(-1, (heads, -1)).transpose(1, 2)
-            value = flat[..., split:].unflatten(-1, (heads, -1)).transpose(1, 2)
+            key = flat[..., :split].view(*flat.shape[:2], heads, -1).transpose(1, 2)
+            value = flat[..., split:].view(*flat.shape[:2], heads, -1).transpose(1, 2)
         mask = mask.expand(-1, -1, query.shape[2], -1)
         out, lse = attend(query, key, value, mask, False, scaling, softcap)
         return out.to(dtype), lse

@@ -10,7 +10,8 @@ import torch
 from core.errors import BudgetError
 from core.step import StepPlan
 from engine.attention_layout import read_layout
-from engine.paged_attention import ATTENTION_NAME, KvStore, LayerAttention, PagedCache
+from engine.kv_store import KvStore, PagedCache
+from engine.paged_attention import ATTENTION_NAME, LayerAttention
 from engine.step_layout import StepLayoutBuilder
 
 

@@ -145,8 +145,7 @@ def _stream(
         _share_backbone(layer, twin.pooled.model.layers[number])
         index = twin.index.only(spec.ordinal)
         expected = _first(output)
-        with _pool(index) as pool:
-            pool.attach(twin.pooled)
+        with _attached_pool(index, twin.pooled) as pool:
             pool.begin_step()
             found = _first(twin.pooled.model.layers[number](before, *args, **kwargs))
             stats = pool.end_step()
@@ -187,16 +186,19 @@ def _share_backbone(source: torch.nn.Module, target: torch.nn.Module) -> None:
 
 
 @contextmanager
-def _pool(index: CheckpointIndex) -> Iterator[ExpertPool]:
+def _attached_pool(index: CheckpointIndex, model: torch.nn.Module) -> Iterator[ExpertPool]:
     """A pool of half the layer's experts, so that some are evicted and some are found."""
     (layer,) = index.layers
     slots = max(layer.top_k, layer.num_experts // 2)
     settings = PoolSettings(expert_memory=slots * layer.slot_bytes, verify_checksums=False)
     pool = ExpertPool(index, settings)
     try:
+        pool.attach(model)
         yield pool
     finally:
         pool.close()
+        # The slots live as long as the module knows the pool.
+        del model.get_submodule(layer.module_name).__dict__["_coterie"]
 
 
 def _count_unequal(index: CheckpointIndex, experts: torch.nn.Module) -> int:

@@ -118,9 +118,7 @@ def sample(logits: torch.Tensor, states: Seq[SamplingState]) -> list[Sampled | N
             tokens[i] = token
     asked = [i for i, s in enumerate(states) if fine[i] and s.params.logprobs is not None]
     logprobs = _logprobs(logits, asked, tokens, states)
-    return [
-        Sampled(tokens[i], logprobs.get(i)) if fine[i] else None for i in range(len(states))
-    ]
+    return [Sampled(tokens[i], logprobs.get(i)) if fine[i] else None for i in range(len(states))]
 
 
 def _draw(logits: torch.Tensor, states: Seq[SamplingState]) -> list[int]:

@@ -10,6 +10,8 @@ class Sequence:
     """Mutable; the batcher moves it, the engine appends to it."""
 
     __slots__ = (
+        "_hashes",
+        "_salt",
         "block_ids",
         "cached_tokens",
         "computed",
@@ -19,8 +21,6 @@ class Sequence:
         "request",
         "sequence_id",
         "token_ids",
-        "_hashes",
-        "_salt",
     )
 
     def __init__(

@@ -62,7 +62,8 @@ class AffinityPolicy:
         self._scores: FloatArray = np.zeros(shape, np.float32)
         self._touches = [0] * num_layers
         # What the last HORIZON touches looked like, by (layer, touch modulo HORIZON).
-        self._outcomes: FloatArray = np.zeros((num_layers, HORIZON, num_experts), np.float32)
+        self._history: npt.NDArray[np.uint8] = np.zeros(shape, np.uint8)
+        """Bit i: used i touches ago."""
         self._from_rates: FloatArray = np.zeros((num_layers, HORIZON, num_experts), np.float32)
         self._contexts: list[list[tuple[IntArray, FloatArray]]] = [[] for _ in range(num_layers)]
         self._last_touch: tuple[int, IntArray, FloatArray] | None = None
@@ -70,14 +71,19 @@ class AffinityPolicy:
         # is kept for them.
         self._kept: FloatArray = np.zeros((num_layers, rates + 2, num_experts), np.float32)
         self._weights: FloatArray = np.array(PRIOR_WEIGHTS, np.float32)
-        self._gram = _PRIOR_STRENGTH * np.eye(rates + 2)
-        self._moment = self._gram @ np.array(PRIOR_WEIGHTS)
+        self._gram: FloatArray = _PRIOR_STRENGTH * np.eye(rates + 2, dtype=np.float32)
+        self._moment: FloatArray = np.dot(self._gram, self._weights)
+        self._turn = 0
         self._gains = _gains()
-        self._discounts = _discounts()
+        self._outcomes = _outcomes()
+        self._even_shares: list[FloatArray] = [
+            np.full(size, 1.0 / max(size, 1), np.float32) for size in range(num_experts + 1)
+        ]
         # Written anew by every touch.
         self._used: FloatArray = np.zeros(num_experts, np.float32)
         self._scratch: FloatArray = np.zeros((rates, num_experts), np.float32)
         self._features: FloatArray = np.ones((rates + 2, num_experts), np.float32)
+        self._rate_features, self._table_feature = self._features[:-2], self._features[-1]
 
     def touch(self, layer: int, experts: IntArray, counts: IntArray, tokens: int) -> None:
         """Note the use of `experts`, estimate anew, learn from what is HORIZON touches old."""
@@ -90,24 +96,24 @@ class AffinityPolicy:
         used.fill(0.0)
         used[experts] = 1.0
         self._note_rates(self._rates[layer], min(touch, _SCHEDULE - 1))
-        context = self._context(layer, experts, counts)
+        context = self._context(layer, experts, counts, tokens)
         table = self._table[layer]
-        np.dot(context[1], table.take(context[0], axis=0), out=features[-1])
+        np.dot(context[1], table.take(context[0], axis=0), out=self._table_feature)
         scores = np.dot(self._weights, features, out=self._scores[layer])
-        outcomes = self._outcomes[layer]
-        np.maximum(outcomes, self._discounts[slot] * used, out=outcomes)
-        contexts = self._contexts[layer]
+        history = self._history[layer]
+        np.add(history, history, out=history)
+        history[experts] += 1
+        contexts, from_rates = self._contexts[layer], self._from_rates[layer]
         if touch < HORIZON:
             contexts.append(context)
         else:
-            target = self._target(outcomes[slot], scores)
+            target = self._target(history, scores)
             if slot == 0:
                 self._learn_weights(self._kept[layer], target)
-            target -= self._from_rates[layer, slot]
+            target -= from_rates[slot]
             self._learn_table(table, contexts[slot], touch, target)
             contexts[slot] = context
-        outcomes[slot] = 0.0
-        np.dot(self._weights[:-1], features[:-1], out=self._from_rates[layer, slot])
+        np.dot(self._weights[:-1], features[:-1], out=from_rates[slot])
         if slot == 0:
             # Whom this step uses cannot be evicted now, so the weights need not be right there.
             np.multiply(features, 1.0 - used, out=self._kept[layer])
@@ -129,17 +135,19 @@ class AffinityPolicy:
         rates += scratch
         np.multiply(rates, DISCOUNT, out=scratch)
         scratch += 1.0 - DISCOUNT
-        np.divide(rates, scratch, out=self._features[:-2])
+        np.divide(rates, scratch, out=self._rate_features)
 
     def _context(
-        self, layer: int, experts: IntArray, counts: IntArray
+        self, layer: int, experts: IntArray, counts: IntArray, tokens: int
     ) -> tuple[IntArray, FloatArray]:
         """Rows of the layer's table that stand for this step, and their weights.
 
         The layer before counts where its touch was the last one: that is, in the same step.
         """
-        shares = counts.astype(np.float32)
-        shares /= shares.sum()
+        if tokens == 1:
+            shares = self._even_shares[experts.size]
+        else:
+            shares = (counts / np.add.reduce(counts)).astype(np.float32)
         before, self._last_touch = self._last_touch, (layer, experts, shares)
         if self._looks_before and before is not None and before[0] == layer - 1:
             rows = np.concatenate((experts, before[1] + self._own_rows))
@@ -149,31 +157,34 @@ class AffinityPolicy:
         rows, inverse = np.unique(experts % self._own_rows, return_inverse=True)
         return rows, np.bincount(inverse, weights=shares).astype(np.float32)
 
-    @staticmethod
-    def _target(outcome: FloatArray, scores: FloatArray) -> FloatArray:
+    def _target(self, history: npt.NDArray[np.uint8], scores: FloatArray) -> FloatArray:
         # Not used within the horizon: what is thought of it now, HORIZON touches later. That is
         # less than any use within the horizon counts.
         target = np.minimum(scores, 1.0)
         target *= DISCOUNT**HORIZON
-        return np.maximum(target, outcome, out=target)
+        return np.maximum(target, self._outcomes.take(history), out=target)
 
     def _learn_table(
         self, table: FloatArray, context: tuple[IntArray, FloatArray], touch: int, left: FloatArray
     ) -> None:
         rows, shares = context
         known = table.take(rows, axis=0)
-        left -= shares @ known
+        left -= np.dot(shares, known)
         uses = touch * rows.size / table.shape[0]
         step = max(_LAST_STEP, _FIRST_STEP / (1.0 + uses / _STEP_HALVED_AFTER_USES))
-        known += np.multiply.outer(shares * (step / float(shares @ shares)), left)
+        shares = shares * np.float32(step / np.dot(shares, shares))
+        known += np.dot(shares[:, None], left[None])
         table[rows] = known
 
     def _learn_weights(self, features: FloatArray, target: FloatArray) -> None:
         self._gram *= _SUMS_KEPT
-        self._gram += features @ features.T
+        self._gram += np.dot(features, features.T)
         self._moment *= _SUMS_KEPT
-        self._moment += features @ target
-        self._weights = np.linalg.solve(self._gram, self._moment).astype(np.float32)
+        self._moment += np.dot(features, target)
+        # One coordinate a time (Gauss-Seidel) is as good as solving, over a few steps' layers.
+        self._turn = at = (self._turn + 1) % self._weights.size
+        gram = self._gram[at]
+        self._weights[at] += (self._moment[at] - np.dot(gram, self._weights)) / gram[at]
 
 
 def _gains() -> FloatArray:
@@ -184,8 +195,11 @@ def _gains() -> FloatArray:
     return gains[:, :, None].astype(np.float32)
 
 
-def _discounts() -> FloatArray:
-    """By slot written now: the weight of a use now for the touch in each slot."""
-    slots = np.arange(HORIZON)
-    age = (slots[:, None] - slots[None, :] - 1) % HORIZON + 1
-    return (DISCOUNT ** (age - 1.0))[:, :, None].astype(np.float32)
+def _outcomes() -> FloatArray:
+    """By history of an expert: DISCOUNT ** (first use in the last HORIZON touches - 1), or 0."""
+    outcomes = np.zeros(256, np.float32)
+    for history in range(256):
+        seen = history % 2**HORIZON
+        if seen:
+            outcomes[history] = DISCOUNT ** (HORIZON - seen.bit_length())
+    return outcomes

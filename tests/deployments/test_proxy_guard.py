@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from deployments.proxy_guard import ProxyGuard, middlewares
+from deployments.proxy_guard import SCOPE_BODY, ProxyGuard, middlewares
 
 Events = list[dict[str, Any]]
 
@@ -47,7 +47,11 @@ def error_of(sent: Events) -> tuple[int, dict[str, Any]]:
 def test_a_body_arrives_whole_with_its_headers() -> None:
     headers = [(b"content-length", b"6"), (b"x-other", b"\xff"), (b"x-request-id", b"abc")]
     sent, scope, body, _ = call(headers, [part(b"abc", True), part(b"def", False)])
-    assert body == b"abcdef" and scope["headers"] == headers and sent[0]["status"] == 200
+    assert (
+        body == b"abcdef" == scope[SCOPE_BODY]
+        and scope["headers"] == headers
+        and sent[0]["status"] == 200
+    )
 
 
 @pytest.mark.parametrize("name", [b"x-request-disconnect-disabled", b"X-Request-Timeout-Seconds"])

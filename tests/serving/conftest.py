@@ -10,15 +10,11 @@ from typing import Any
 
 import pytest
 
-from app.local_ray import local_ray, prepare_environment
+from app.local_ray import local_ray
 from deployments.ray_environment import source_folder
 from deployments.settings import ServingSettings
+from tests.conftest import MAX_BODY_BYTES
 from tests.serving.tiny_model_folder import make_folder
-
-MAX_BODY_BYTES = 1024**2
-
-# Ray and Serve read their flags when they are imported, here as in Ray's processes.
-prepare_environment(MAX_BODY_BYTES)
 
 FAKE_SERVING = ServingSettings(
     heartbeat_timeout_s=6.0,
@@ -93,8 +89,10 @@ DEMO_POOL = {"expert_memory": "75%"}
 @pytest.fixture(scope="session")
 def demo_app(live_serve: str) -> LiveApp:
     """The bundled model, with slots for three quarters of its experts."""
-    from deployments.application import application
+    from app.build import build
+    from app.settings import Settings
 
-    serving = ServingSettings(max_queued_requests=64, drain_s=5.0, rank_wait_s=120.0)
-    built = application("demo", DEMO_MODEL, serving, DEMO_ENGINE, DEMO_POOL)
-    return deploy("demo", live_serve, "demo", built)
+    serving = {"model_name": "demo", "drain_s": 5.0, "rank_wait_s": 120.0}
+    parts = {"engine": DEMO_ENGINE, "pool": DEMO_POOL, "serving": serving}
+    settings = Settings.model_validate({"model": str(DEMO_MODEL), **parts})
+    return deploy("demo", live_serve, "demo", build(settings))

@@ -18,24 +18,7 @@ CLIENTS = 8
 WARM_REQUESTS = 100
 MAX_GROWTH = 1.03
 TEXT = "/v1/completions"
-WORDS = ("once", "the patient", "asked", "for a small loan", "和你好", "sum of prime numbers", "def")
-    "once",
-    "the",
-    "patient",
-    "asked",
-    "for",
-    "a",
-    "small",
-    "loan",
-    "and",
-    "你好",
-    "sum",
-    "of",
-    "prime",
-    "numbers",
-    "def",
-    "return",
-]
+WORDS = ("once", "the patient", "asked", "for a small loan", "和你好", "sum of primes", "def")
 
 
 def one_request(app: LiveApp, number: int) -> str:

@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import pytest
+from ray.exceptions import ActorDiedError, ActorUnavailableError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+
+from app.build import build, model_name
+from app.settings import Settings
+from core.errors import EngineUnavailableError, OverloadedError
+from deployments.gateway import EventStream, Gateway
+from deployments.rank_channel import RankInfo
+from deployments.settings import ServingSettings
+from deployments.supervisor_client import translated
+from deployments.text_delta import Batch, Generation, TextDelta
+from tests.serving.tiny_model_folder import make_folder
+
+INFO = RankInfo(
+    pid=1, model_type="x", vocab_size=267, context_tokens=100, max_sequences=4, eos_ids=(0,)
+)
+HELLO = TextDelta(index=0, text="Hello")
+
+
+class Replica:
+    """Supervisors that give prepared batches; an exception among them is raised."""
+
+    def __init__(self, *batches: Batch | Exception, statuses: int = 1) -> None:
+        self.batches = list(batches)
+        self.cancelled = 0
+        self.ready = [{"ready": 1.0}] * statuses
+
+    def generate(self, generation: Generation) -> Replica:
+        return self
+
+    def __aiter__(self) -> AsyncIterator[Batch]:
+        return self
+
+    async def __anext__(self) -> Batch:
+        if not self.batches:
+            raise StopAsyncIteration
+        batch = self.batches.pop(0)
+        if isinstance(batch, Exception):
+            raise batch
+        return batch
+
+    def cancel(self) -> None:
+        self.cancelled += 1
+
+    async def info(self, timeout_s: float) -> RankInfo:
+        return INFO
+
+    async def statuses(self, timeout_s: float) -> list[dict[str, float]]:
+        return self.ready
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("g"))
+
+
+def gateway(folder: Path, replica: Replica, state: str | None = None) -> Gateway:
+    async def idle_status() -> str:
+        return str(state)
+
+    return Gateway("tiny", folder, ServingSettings(), replica, idle_status if state else None)
+
+
+BODY = b'{"model": "tiny", "prompt": "a", "stream": %s}'
+
+
+def test_a_replica_that_dies_mid_stream_ends_it_with_an_error_frame(folder: Path) -> None:
+    replica = Replica((HELLO,), EngineUnavailableError("gone"))
+
+    async def run() -> list[bytes]:
+        stream = await gateway(folder, replica).completion(BODY % b"true")
+        assert isinstance(stream, EventStream)
+        return [data async for data in stream.events]
+
+    data = asyncio.run(run())
+    assert len(data) == 2 and b'"error"' in data[1] and data[1].endswith(b"data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("flag", [b"true", b"false"])
+def test_a_replica_that_dies_before_the_first_text_is_a_503(folder: Path, flag: bytes) -> None:
+    replica = Replica(EngineUnavailableError("gone"))
+    with pytest.raises(EngineUnavailableError):
+        asyncio.run(gateway(folder, replica).completion(BODY % flag))
+    assert replica.cancelled == 1
+
+
+def test_a_cancelled_call_frees_the_place(folder: Path) -> None:
+    class Slow(Replica):
+        async def __anext__(self) -> Batch:
+            await asyncio.sleep(60)
+            raise StopAsyncIteration
+
+    replica = Slow()
+    front = gateway(folder, replica)
+
+    async def run() -> None:
+        call = asyncio.create_task(front.completion(BODY % b"false"))
+        await asyncio.sleep(0.05)
+        assert front.status()["open_requests"] == 1
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+
+    asyncio.run(run())
+    assert replica.cancelled == 1 and front.status()["open_requests"] == 0
+
+
+@pytest.mark.parametrize(
+    ("state", "statuses", "ready"),
+    [
+        (None, 1, True),
+        (None, 0, False),
+        ("idle", 0, True),
+        ("running", 1, True),
+        ("running", 0, False),
+        ("DEPLOY_FAILED", 0, False),
+    ],
+)
+def test_ready_means_served_now_or_startable(
+    folder: Path, state: str | None, statuses: int, ready: bool
+) -> None:
+    front = gateway(folder, Replica(statuses=statuses), state)
+    assert asyncio.run(front.ready())[0] is ready
+
+
+def test_errors_of_serve_and_ray_become_ours() -> None:
+    assert isinstance(translated(BackPressureError(1, 2)), OverloadedError)
+    foreign: list[Exception] = [
+        ActorDiedError(),
+        ActorUnavailableError("x", b"0" * 16),
+        DeploymentUnavailableError("x"),
+        grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata()),
+    ]
+    assert all(isinstance(translated(error), EngineUnavailableError) for error in foreign)
+    assert isinstance(translated(KeyError("ours")), KeyError)
+
+
+def test_serve_can_call_the_builder_with_yaml(tmp_path: Path) -> None:
+    # Serve makes the settings from YAML only if it sees their class here.
+    (parameter,) = inspect.signature(build).parameters.values()
+    assert parameter.annotation is Settings
+    assert model_name(Settings(model="org/name")) == "org/name"
+    folder = tmp_path / "my_model"
+    folder.mkdir()
+    assert model_name(Settings(model=str(folder))) == "my_model"
