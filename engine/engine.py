@@ -293,6 +293,8 @@ class Engine:
 
     def _forget(self, sequence: Sequence) -> None:
         del self._live[sequence.request.request_id, sequence.index]
+        # At once, not with the next plan: there may be none for long.
+        self._runner.release((sequence.sequence_id,))
         # Its followers need not wait for a leader that is gone.
         sequence.computed = max(sequence.computed, sequence.prompt_tokens)
 

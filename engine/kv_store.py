@@ -63,15 +63,17 @@ class KvStore:
         for pages in self.pages.values():
             pages[block_ids] = 0
 
-    def gather(self, pages: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        """[len(table), block_tokens, width] copied to scratch; valid until the next gather."""
-        shape = (len(table), *pages.shape[1:])
-        out = self._scratch[: shape[0] * shape[1] * shape[2]].view(shape)
-        return torch.index_select(pages, 0, table, out=out)
+    def scratch(
+        self, num_blocks: int, pages: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Room for `num_blocks` gathered blocks of `pages`, and for their copy in another dtype.
 
-    def widen(self, gathered: torch.Tensor) -> torch.Tensor:
-        """An fp32 copy of what `gather` returned; valid until the next one."""
-        return self._wide[: gathered.numel()].view(gathered.shape).copy_(gathered)
+        Every call is given the same memory: its content is valid until the next gather.
+        """
+        shape = (num_blocks, *pages.shape[1:])
+        values = shape[0] * shape[1] * shape[2]
+        raw = self._scratch[:values].view(shape)
+        return raw, None if dtype == pages.dtype else self._wide[:values].view(shape)
 
 
 class PagedCache(Cache):
@@ -80,6 +82,7 @@ class PagedCache(Cache):
     def __init__(self, store: KvStore, layers: tuple[AttentionLayer, ...]) -> None:
         super().__init__(layers=[])
         self._store = store
+        self._pages = {idx: pages.flatten(0, 1) for idx, pages in store.pages.items()}
         self._latent = {x.layer_idx for x in layers if x.latent}
 
     def update(
@@ -94,7 +97,7 @@ class PagedCache(Cache):
         step = self._store.step
         if step is None:
             raise RuntimeError("PagedCache.update outside of a step")
-        pages = self._store.pages[layer_idx].view(-1, self._store.pages[layer_idx].shape[-1])
+        pages = self._pages[layer_idx]
         if layer_idx in self._latent:
             latent = torch.cat([key_states, value_states], dim=-1)
             pages.index_copy_(0, step.slots, latent[0, 0])

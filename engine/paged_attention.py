@@ -16,7 +16,7 @@ from transformers import AttentionInterface
 from engine.attention_layout import AttentionLayer
 from engine.kv_store import KvStore, widens
 from engine.mla import absorb_keys, expand_values
-from engine.step_layout import Span
+from engine.step_layout import Call, Span
 
 ATTENTION_NAME = "coterie_paged"
 """Not known to transformers' AttentionMaskInterface, so that models skip mask creation."""
@@ -65,8 +65,9 @@ class LayerAttention:
         self._store = store
         source = layer.layer_idx if layer.shares_layer is None else layer.shares_layer
         self._pages = store.pages[source]
+        self._geometry = (layer.kv_heads, layer.key_dim, layer.value_dim, layer.latent)
+        self._block_bytes = self._pages[0].numel() * self._pages.element_size()
         if layer.latent:
-            self._width = layer.key_dim + layer.value_dim
             # Stock would expand every latent here; the pages keep them as they are.
             module: Any = layer.module
             module.expand_kv = lambda latent, _: (latent, latent)
@@ -93,7 +94,8 @@ class LayerAttention:
             result, lse = self._span(span, query, key, value, scaling, softcap)
             if sinks is not None:
                 # A sink is one more score in the denominator only.
-                result = result * torch.sigmoid(lse - sinks[:, None])[..., None].to(result.dtype)
+                share = torch.sigmoid(lse.reshape(span.count, heads, -1) - sinks[:, None])
+                result = result * share[..., None].to(result.dtype)
             flat = result.transpose(1, 2).reshape(-1, heads, width)
             if len(spans) == 1:
                 out = flat
@@ -116,44 +118,43 @@ class LayerAttention:
         scaling: float,
         softcap: float | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """[count, H, queries, Dv] and [count, H, queries] of one span."""
-        rows = query[0][:, span.rows]
+        """[count, H, queries, Dv] and the log-sum-exp of one span, in that order of values."""
         if span.fresh_causal:
-            fresh = slice(None), slice(None), span.rows
-            wide = widens(query.dtype, query.device, span.queries)
-            dtype = torch.float32 if wide else query.dtype
-            parts = rows[None].to(dtype), key[fresh].to(dtype), value[fresh].to(dtype)
-            out, lse = attend(parts[0], parts[1], parts[2], None, True, scaling, softcap)
+            own = slice(None), slice(None), span.rows
+            dtype = self._dtype(span)
+            fresh = query[own].to(dtype), key[own].to(dtype), value[own].to(dtype)
+            out, lse = attend(fresh[0], fresh[1], fresh[2], None, True, scaling, softcap)
             return out.to(query.dtype), lse
+        if span.queries > 1:
+            return self._gathered(span, query[:, :, span.rows], scaling, softcap)
+        # [B, H, D] -> [B, Hkv, H / Hkv, D]: neighbours that share keys become queries.
         heads, kv_heads = query.shape[1], key.shape[1]
-        if span.queries == 1:
-            # [B, H, 1, D] -> [B, Hkv, H / Hkv, D]: neighbours that share keys become queries.
-            packed = rows.transpose(0, 1).reshape(span.count, kv_heads, heads // kv_heads, -1)
-        else:
-            packed = rows[None]
+        rows = query[0].transpose(0, 1)
+        if span.count != query.shape[2]:
+            rows = rows[span.rows]
+        packed = rows.reshape(span.count, kv_heads, heads // kv_heads, -1)
         out, lse = self._gathered(span, packed, scaling, softcap)
-        shape = (span.count, heads, span.queries)
-        return out.reshape(*shape, -1), lse.reshape(shape)
+        return out.reshape(span.count, heads, 1, -1), lse
 
     def _gathered(
         self, span: Span, query: torch.Tensor, scaling: float, softcap: float | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cuts the span into calls that fit the scratch budget: by sequence, then by keys."""
-        block_bytes = self._pages[0].numel() * self._pages.element_size()
+        """One call where the span fits the scratch budget, else cut by sequence, then by keys."""
+        if (call := span.calls.get(self._geometry)) is not None:
+            return self._run(call, query, scaling, softcap)
         budget = self._store.gather_bytes
-        lines = budget // (span.blocks * block_bytes)
-        mask_bytes = span.queries * self._store.block_tokens * self._pages.element_size()
         blocks = span.blocks
         if span.queries > 1:
             # A prompt part's mask counts too; what the gather may take is what it leaves.
-            blocks = max(1, min(blocks, budget // (block_bytes + mask_bytes)))
+            mask_bytes = span.queries * self._store.block_tokens * self._pages.element_size()
+            blocks = max(1, min(blocks, budget // (self._block_bytes + mask_bytes)))
+        blocks = max(1, min(blocks, budget // self._block_bytes))
+        lines = max(1, budget // (span.blocks * self._block_bytes))
         if lines >= span.count and blocks == span.blocks:
-            if span.mask is None:
-                span.mask = self._mask(span, 0, span.blocks)
-            return self._call(query, span.table, span.mask, scaling, softcap)
-        blocks = max(1, min(blocks, budget // block_bytes))
+            call = self._prepare(span.table, query, self._mask(span, 0, blocks))
+            span.calls[self._geometry] = call
+            return self._run(call, query, scaling, softcap)
         table = span.table.view(span.count, span.blocks)
-        lines = max(1, lines)
         parts = []
         for line in range(0, span.count, lines):
             merged = None
@@ -161,7 +162,8 @@ class LayerAttention:
             for first in range(0, span.blocks, blocks):
                 some = table[few, first : first + blocks]
                 mask = self._mask(span, first, some.shape[1])[few]
-                out, lse = self._call(query[few], some.reshape(-1), mask, scaling, softcap)
+                call = self._prepare(some.reshape(-1), query[few], mask)
+                out, lse = self._run(call, query[few], scaling, softcap)
                 # A row that sees none of these keys adds nothing.
                 lse = lse.masked_fill(torch.isneginf(mask.amax(-1)), -torch.inf)
                 merged = (out.float(), lse) if merged is None else _merge(merged, (out, lse))
@@ -170,28 +172,23 @@ class LayerAttention:
         out = torch.cat([part[0] for part in parts]).to(query.dtype)
         return out, torch.cat([part[1] for part in parts])
 
+    def _dtype(self, span: Span) -> torch.dtype:
+        wide = widens(self._pages.dtype, self._pages.device, span.queries)
+        return torch.float32 if wide else self._pages.dtype
+
     def _mask(self, span: Span, first_block: int, blocks: int) -> torch.Tensor:
         size = self._store.block_tokens
         seen = span.visible(self._layer.window, first_block * size, blocks * size)
-        wide = widens(self._pages.dtype, self._pages.device, span.queries)
-        mask = torch.zeros(seen.shape, dtype=torch.float32 if wide else self._pages.dtype)
+        mask = torch.zeros(seen.shape, dtype=self._dtype(span))
         mask.masked_fill_(torch.from_numpy(~seen), -torch.inf)
         return mask.to(self._pages.device).unsqueeze(1)
 
-    def _call(
-        self,
-        query: torch.Tensor,
-        table: torch.Tensor,
-        mask: torch.Tensor,
-        scaling: float,
-        softcap: float | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        gathered = self._store.gather(self._pages, table)
-        dtype = query.dtype
-        if mask.dtype != dtype:
-            gathered, query = self._store.widen(gathered), query.float()
-        count = query.shape[0]
-        flat = gathered.view(count, -1, gathered.shape[-1])
+    def _prepare(self, table: torch.Tensor, query: torch.Tensor, mask: torch.Tensor) -> Call:
+        """The views of scratch that keys and values will be seen through; nothing is copied."""
+        raw, wide = self._store.scratch(len(table), self._pages, mask.dtype)
+        gathered = raw if wide is None else wide
+        count, width = query.shape[0], self._pages.shape[-1]
+        flat = gathered.view(count, -1, width)
         if self._layer.latent:
             key = value = flat.unsqueeze(1)
         else:
@@ -199,8 +196,17 @@ class LayerAttention:
             key = flat[..., :split].view(*flat.shape[:2], heads, -1).transpose(1, 2)
             value = flat[..., split:].view(*flat.shape[:2], heads, -1).transpose(1, 2)
         mask = mask.expand(-1, -1, query.shape[2], -1)
-        out, lse = attend(query, key, value, mask, False, scaling, softcap)
-        return out.to(dtype), lse
+        return Call(table, raw, wide, key, value, mask)
+
+    def _run(
+        self, call: Call, query: torch.Tensor, scaling: float, softcap: float | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        torch.index_select(self._pages, 0, call.table, out=call.raw)
+        if call.wide is None:
+            return attend(query, call.key, call.value, call.mask, False, scaling, softcap)
+        call.wide.copy_(call.raw)
+        out, lse = attend(query.float(), call.key, call.value, call.mask, False, scaling, softcap)
+        return out.to(query.dtype), lse
 
 
 def _merge(

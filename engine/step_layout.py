@@ -16,6 +16,24 @@ Ints = npt.NDArray[np.int64]
 Rows = slice | torch.Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One attention call over gathered pages, but for its queries."""
+
+    table: torch.Tensor
+    """[blocks] KV block ids to gather."""
+    raw: torch.Tensor
+    """[blocks, block_tokens, width] scratch that they are gathered to."""
+    wide: torch.Tensor | None
+    """The same in the dtype that is computed in, where it is another one."""
+    key: torch.Tensor
+    """[count, Hkv, keys, D] view of the gathered."""
+    value: torch.Tensor
+    """[count, Hkv, keys, Dv] view of the gathered."""
+    mask: torch.Tensor
+    """[count, 1, queries, keys] additive."""
+
+
 @dataclass(slots=True)
 class Span:
     """Queries that attend in one call: all of one bucket's decode rows, or one prompt part.
@@ -38,8 +56,8 @@ class Span:
     """[count, queries] position of each query."""
     fresh_causal: bool
     """A prompt beginning: its own new keys suffice, without any gather."""
-    mask: torch.Tensor | None = None
-    """[count, 1, queries, keys] additive mask, kept by the first layer for the next ones."""
+    calls: dict[tuple[int, ...], Call] = field(default_factory=dict)
+    """By K/V geometry: what the first layer of the step prepared for the next ones."""
 
     def visible(self, window: Window, first: int, keys: int) -> npt.NDArray[np.bool_]:
         """[count, queries, keys]: which of `keys` keys from the `first` gathered one are seen."""

@@ -108,7 +108,8 @@ class Popularity:
                 f"{found.get('format')} of {found.get('content_key')}; delete it"
             )
         counts = found["counts"].astype(np.float64)
-        popularity = cls(*counts.shape, half_life_tokens=float(found["half_life_tokens"]))
+        layers, experts = counts.shape
+        popularity = cls(layers, experts, half_life_tokens=float(found["half_life_tokens"]))
         popularity.counts[:] = counts
         popularity.tokens[:] = found["tokens"]
         return popularity

@@ -46,7 +46,8 @@ class ReplayResult:
     misses_over_belady: float
     """Against the optimum of the same scope and capacity."""
     decision_us_p99: float | None
-    """Of touch and victims together, for one layer of one step. The optimum decides nothing."""
+    """CPU time of touch and victims together, for one layer of one step. None for the optimum,
+    which decides afterwards."""
 
 
 def replay(
@@ -80,10 +81,10 @@ def _replay_scope(
         demands = as_one_cache(demands, num_experts)
         num_experts, slots = layers * num_experts, [layers * capacity for capacity in capacities]
     optimum = [int(belady_misses(demands, num_experts, number).sum()) for number in slots]
+    runs: list[tuple[int, float | None]]
     for name in policies:
-        if name == OPTIMUM:
-            runs = [(misses, None) for misses in optimum]
-        else:
+        runs: list[tuple[int, float | None]] = [(misses, None) for misses in optimum]
+        if name != OPTIMUM:
             policy = _make(name, demands.shape[1], num_experts)
             runs = replay_policy(policy, demands, num_experts, slots)
         for capacity, best, (misses, p99) in zip(capacities, optimum, runs, strict=True):
@@ -110,12 +111,13 @@ def replay_policy(
 ) -> list[tuple[int, float | None]]:
     """(misses, p99 of a decision in microseconds) at each capacity.
 
-    No policy is told its capacity, so one pass of touches serves them all.
+    A decision is timed by the thread's own CPU clock: on a busy machine a wall clock would time
+    the others. No policy is told its capacity, so one pass of touches serves them all.
     """
     steps, layers, _ = demands.shape
     caches = [_Cache(layers, num_experts, capacity) for capacity in capacities]
     decisions_ns: list[list[int]] = [[] for _ in capacities]
-    clock = time.perf_counter_ns
+    clock = time.thread_time_ns
     for step in range(steps):
         for layer in range(layers):
             demand = demands[step, layer]

@@ -17,7 +17,7 @@ class Routing:
     """Pairs (row, choice) of `[T, K]`, numbered row * K + choice."""
 
     order: IntArray
-    """Pair numbers sorted by expert, rows ascending within one; pairs out of range left out."""
+    """Pair numbers sorted by expert; pairs out of range left out."""
     counts: IntArray
     """Pairs of each expert, [E]."""
     ends: IntArray
@@ -42,25 +42,27 @@ def sort_by_expert(
     A bad row's valid pairs stay in, so that its neighbours' experts see the same number of rows
     as if it were good.
     """
-    chosen = top_k_index.cpu().numpy().reshape(-1)
-    # A stable sort of 16-bit keys is a radix sort. Values out of range are looked for first.
-    in_range = int(chosen.min()) >= 0 and int(chosen.max()) < num_experts
+    # Stock's own sort: it is not stable, and the order of an expert's rows can show in last bits.
+    chosen, order = _sort(top_k_index)
     bad: npt.NDArray[np.bool_] | None = None
-    if not in_range:
-        outside = (chosen < 0) | (chosen >= num_experts)
-        bad = np.any(outside.reshape(top_k_index.shape), axis=1)
-        chosen = np.where(outside, num_experts, chosen)
+    if chosen[0] < 0 or chosen[-1] >= num_experts:
+        outside = (top_k_index < 0) | (top_k_index >= num_experts)
+        bad = outside.any(dim=1).cpu().numpy()
+        chosen, order = _sort(top_k_index.masked_fill(outside, num_experts))
     # One sum is not finite if any weight is not.
     if not math.isfinite(top_k_weights.sum().item()):
         wild: npt.NDArray[np.bool_] = (~torch.isfinite(top_k_weights)).any(dim=1).cpu().numpy()
         bad = wild if bad is None else np.logical_or(bad, wild)
-    key = np.int16 if num_experts < 2**15 - 1 else np.int64
-    order = chosen.astype(key).argsort(kind="stable")
     counts = np.bincount(chosen, minlength=num_experts)[:num_experts]
     ends = counts.cumsum()
     return Routing(
-        order=order if in_range else order[: ends[-1]],
+        order=order[: ends[-1]],
         counts=counts,
         ends=ends,
         bad_rows=_NOTHING if bad is None else np.flatnonzero(bad),
     )
+
+
+def _sort(top_k_index: torch.Tensor) -> tuple[IntArray, IntArray]:
+    chosen, order = torch.sort(top_k_index.reshape(-1))
+    return chosen.cpu().numpy(), order.cpu().numpy()

@@ -145,7 +145,7 @@ def example(url: str, model: str) -> str:
     """A curl line that works."""
     body = {
         "model": model,
-        "messages": [{"role": "user", "content": "Write a story about a fox."}],
+        "messages": [{"role": "user", "content": "I want to book a flight to Boston."}],
         "max_tokens": 60,
     }
     return (

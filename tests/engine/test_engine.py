@@ -234,6 +234,7 @@ def test_families_of_every_kind_run_batched(family: str) -> None:
         alone |= engine.generate([one])
     assert together == alone
     engine.check_invariants()
+    assert not getattr(engine._runner, "sequence_ids", ())
     engine.close()
 
 

@@ -68,7 +68,7 @@ def record(model_dir: Path, dtype: str, seed: int = 0) -> PlanLog:
         },
         {"expert_memory": "all", "read_threads": 1},
     )
-    pool = engine._pool
+    pool = engine.pool
     # Everything is read once, so that every checksum is known later.
     pool.preload([(la.ordinal, e) for la in index.layers for e in range(la.num_experts)])
     pool.settle()

@@ -29,7 +29,8 @@ CRASH = 1005
 HANG = 1006
 """The step never ends."""
 SLOW_MS = 2000
-"""2000 + k: each step takes at least k ms; never ends before max_tokens (the ids repeat)."""
+"""2000 + k: each step takes at least k ms; never ends before max_tokens: the ids repeat, and
+choice i begins with the i-th of them."""
 
 
 @dataclass
@@ -115,6 +116,8 @@ class FakeEngine:
         position = sequence.produced
         sequence.produced += 1
         ended = not sequence.repeats and position >= len(sequence.forced)
+        if sequence.repeats:
+            position += sequence.index
         ids = () if ended else (sequence.forced[position % max(1, len(sequence.forced))],)
         reason = "stop" if ended else None
         if reason is None and sequence.produced >= request.params.max_tokens:
