@@ -16,6 +16,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read once, when torch sta
 import argparse
 import copy
 import statistics
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -181,6 +182,7 @@ def main() -> None:
         for batch in sizes:
             row = measure(engine, stock, batch, options.new_tokens, bandwidth)
             rows.append({**row, "read_gb_s": round(bandwidth / 1e9, 1)})
+            print(row, file=sys.stderr, flush=True)
     engine.close()
     emit("engine_step", rows, monitor, as_json=options.json)
 

@@ -146,9 +146,11 @@ async def _race(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
     """
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnect(receive))
+    handed_over = False
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
+            handed_over = True
             return task.result()
         raise ClientGone
     finally:
@@ -156,6 +158,11 @@ async def _race(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
         if not task.done():
             task.cancel()
             await asyncio.wait({task})
+        elif not handed_over and not task.cancelled() and task.exception() is None:
+            # Cancelled in the very turn in which the work was done: nobody will read it.
+            result = task.result()
+            if isinstance(result, EventStream):
+                result.cancel()
 
 
 async def _disconnect(receive: Receive) -> None:

@@ -1,18 +1,16 @@
-"""The small files of a model folder that serving reads: tokenizer, chat template, defaults."""
+"""The small files of a model folder that serving reads: tokenizer and chat template."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 from tokenizers import Tokenizer
 
 from core.errors import CheckpointError
+from core.json_file import read_json_object
 from deployments.token_pieces import TokenizerPieces
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
-_SAMPLING_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def open_tokenizer(model_dir: Path) -> Tokenizer:
@@ -37,19 +35,13 @@ def open_pieces(model_dir: Path) -> TokenizerPieces:
     return TokenizerPieces.open(model_dir / "tokenizer.json", open_tokenizer(model_dir))
 
 
-def sampling_defaults(model_dir: Path) -> dict[str, float]:
-    """What generation_config.json says of sampling; requests that name a field override it."""
-    config = _json(model_dir / "generation_config.json")
-    return {name: config[name] for name in _SAMPLING_NAMES if config.get(name) is not None}
-
-
 def chat_template(model_dir: Path) -> str | None:
     """The default chat template's source, None where the model has none."""
     path = model_dir / "chat_template.jinja"
     if path.is_file():
         return path.read_text(encoding="utf-8")
     for name in ("chat_template.json", "tokenizer_config.json"):
-        template = _json(model_dir / name).get("chat_template")
+        template = read_json_object(model_dir / name).get("chat_template")
         if isinstance(template, str):
             return template
         if isinstance(template, list):  # older files name several
@@ -63,22 +55,10 @@ def special_tokens(model_dir: Path) -> dict[str, str]:
     """bos_token and the like, which templates may print."""
     found: dict[str, str] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        config = _json(model_dir / name)
+        config = read_json_object(model_dir / name)
         for key in _SPECIAL_NAMES:
             value = config.get(key)
             text = value.get("content") if isinstance(value, dict) else value
             if isinstance(text, str):
                 found[key] = text
     return found
-
-
-def _json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"expected an object in {path}, found {type(value).__name__}")
-    return value

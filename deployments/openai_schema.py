@@ -18,6 +18,7 @@ from deployments.settings import ServingSettings
 
 _INT64 = 2**63 - 1
 _MAX_LIST = 1024
+MAX_MESSAGES = 4096
 
 Count = Annotated[int, Field(ge=0, le=_INT64)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
@@ -229,7 +230,7 @@ class SamplingFields(_Strict):
 class ChatRequest(SamplingFields):
     """Body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None

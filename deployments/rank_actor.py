@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from core.errors import CoterieError, RequestError
+from core.request import Request
 from deployments.rank_channel import (
     Add,
     Cancel,
@@ -89,10 +90,12 @@ class StepLoop:
 
     def read(self) -> None:
         """Reader thread: from the socket to the inbox; None marks its end."""
-        message: Down | None = Stop()
-        while message is not None:
-            message = self._link.receive()
-            self._inbox.put(message)
+        try:
+            while (message := self._link.receive()) is not None:
+                self._inbox.put(message)
+        finally:
+            # Also after a message that makes no sense: a deaf rank must not go on.
+            self._inbox.put(None)
 
     def beat(self) -> None:
         """Heartbeat thread: also tells how long the present step lasts, so a hang shows."""
@@ -144,15 +147,21 @@ class StepLoop:
             if message is None or isinstance(message, Stop):
                 return False
             if isinstance(message, Add):
-                try:
-                    engine.add(message.request)
-                except RequestError as error:
-                    kind = type(error).__name__
-                    identity = message.request.request_id
-                    self._link.send(Rejected(identity, kind, str(error), error.param))
+                self._add(engine, message.request)
             elif isinstance(message, Cancel):
                 engine.cancel(message.request_id, message.index)
         return True
+
+    def _add(self, engine: Engine, request: Request) -> None:
+        identity = request.request_id
+        try:
+            engine.add(request)
+        except RequestError as error:
+            self._link.send(Rejected(identity, type(error).__name__, str(error), error.param))
+        # A request that breaks the engine's intake is refused; the others go on.
+        except Exception as error:
+            engine.cancel(identity)
+            self._link.send(Rejected(identity, "CoterieError", f"not taken: {error!r}", None))
 
     def _report_idle(self, engine: Engine) -> None:
         now = time.monotonic()

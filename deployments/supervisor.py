@@ -18,7 +18,7 @@ import msgspec
 
 from core.errors import CoterieError, EngineUnavailableError, OverloadedError
 from core.request import Request, SamplingParams
-from core.step import StepResult, StepStats
+from core.step import SequenceOutput, StepResult, StepStats
 from deployments.admission import Admission
 from deployments.live_request import LiveRequest, failure_of
 from deployments.model_files import open_pieces
@@ -186,7 +186,9 @@ class Supervisor:
                 async for message in rank.messages():
                     self._take(message)
                 lost: CoterieError | None = rank.lost
-            except (CoterieError, OSError, TimeoutError) as error:
+            # Whatever it was, this task must live: it is what makes ranks.
+            except Exception as error:
+                log.exception("The supervisor's hold on its rank broke")
                 lost = error if isinstance(error, CoterieError) else failed_start(error)
             self._lose_rank(lost)
             await rank.close()
@@ -252,7 +254,7 @@ class Supervisor:
             live = self._live.get(output.request_id)
             if live is None:
                 continue  # cancelled; the engine learns of it between steps
-            stopped = live.feed(output)
+            stopped = self._feed(live, output)
             if self._rank is not None and live.done and (stopped or live.failure is not None):
                 self._rank.send(Cancel(output.request_id))
             elif self._rank is not None and stopped:
@@ -261,6 +263,15 @@ class Supervisor:
                 # Its place is free now, not when the client has read the last byte.
                 self._admission.leave(output.request_id)
         self._pump()
+
+    def _feed(self, live: LiveRequest, output: SequenceOutput) -> bool:
+        try:
+            return live.feed(output)
+        # A fault in one request's text is that request's alone.
+        except Exception as error:
+            log.exception("Request %s failed while its text was made", output.request_id)
+            live.fail(Failure.of(CoterieError(f"the answer's text could not be made: {error!r}")))
+            return False
 
     async def _sweep(self) -> None:
         """Requests that wait too long for a rank being made again get 503."""

@@ -16,6 +16,8 @@ from deployments.model_files import open_tokenizer
 
 _THREADS = 2
 _SHORT_CHARS = 2_000
+_VALUE_CHARS = 16
+"""A message costs a template something even where it is empty."""
 
 Result = TypeVar("Result")
 
@@ -37,24 +39,25 @@ class TokenizerWorker:
         """Ids of a completion prompt; a text gets the special tokens that the tokenizer adds."""
         if not isinstance(prompt, str):
             return prompt
-        return await self._run(len(prompt), lambda: self._encode(prompt, add_special=True))
+        return await self.run(len(prompt), lambda: self._encode(prompt, add_special=True))
 
     async def chat_ids(
         self, messages: list[dict[str, Any]], kwargs: dict[str, Any]
     ) -> tuple[int, ...]:
         """Ids of a chat prompt; the template writes its special tokens itself."""
-        size = sum(len(message["content"]) for message in messages)
+        size = _size_chars(messages) + _size_chars(kwargs)
 
         def render_and_encode() -> tuple[int, ...]:
             return self._encode(self._template.render(messages, kwargs), add_special=False)
 
-        return await self._run(size, render_and_encode)
+        return await self.run(size, render_and_encode)
 
     def close(self) -> None:
         """End the threads."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    async def _run(self, size_chars: int, work: Callable[[], Result]) -> Result:
+    async def run(self, size_chars: int, work: Callable[[], Result]) -> Result:
+        """The work's result; in a thread where as much text as that would hold the loop up."""
         if size_chars <= _SHORT_CHARS:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
@@ -66,3 +69,12 @@ class TokenizerWorker:
         except UnicodeEncodeError as error:
             raise RequestError(f"The text holds no valid Unicode: {error}.", None) from error
         return tuple(encoding.ids)
+
+
+def _size_chars(value: Any) -> int:
+    """How much a template has to go through: all texts, and a flat charge for each value."""
+    if isinstance(value, dict):
+        return sum(len(key) + _size_chars(item) for key, item in value.items())
+    if isinstance(value, list):
+        return sum(_size_chars(item) for item in value)
+    return _VALUE_CHARS + (len(value) if isinstance(value, str) else 0)

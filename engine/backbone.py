@@ -45,7 +45,7 @@ class Backbone:
         self.context_tokens = context_tokens
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
-        self.eos_ids = read_eos_ids(index.model_dir)
+        self.eos_ids = read_eos_ids(index.model_dir, index.shape.vocab_size)
         self.state_family = has_state_layers(model.config)
         """Runs on its own stock cache a sequence: no paged attention, no prefix reuse."""
         self.whole_prompt_only = model.config.model_type in _WHOLE_PROMPT_ONLY

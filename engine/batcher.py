@@ -168,7 +168,6 @@ class Batcher:
                 return preempted
             self.running.pop()
             self._let_go(youngest, keep_content=True)
-            youngest.computed = 0
             self.add(youngest)
             preempted += 1
             if youngest is sequence:

@@ -5,19 +5,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenizers.decoders import DecodeStream
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer
 
 from core.errors import CheckpointError, CoterieError, RequestError
 from core.request import Request, SamplingParams
+from engine.sampling_defaults import sampling_defaults
 
 if TYPE_CHECKING:
     from engine.engine import Engine
-
-_FROM_GENERATION_CONFIG = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 @dataclass(slots=True)
@@ -50,18 +48,6 @@ class TextStream:
         """What was held back for a character that never became complete."""
         text: str = self._tokenizer.decode(self._ids, skip_special_tokens=True)
         return text[self._sent :]
-
-
-def sampling_defaults(model_dir: Path) -> dict[str, Any]:
-    """Sampling fields that the model's generation_config.json sets."""
-    if not (model_dir / "generation_config.json").is_file():
-        return {}
-    chosen = GenerationConfig.from_pretrained(model_dir).to_diff_dict()
-    found = {name: chosen[name] for name in _FROM_GENERATION_CONFIG if chosen.get(name) is not None}
-    # Some models say "greedy" by do_sample alone.
-    if chosen.get("do_sample") is False:
-        found["temperature"] = 0.0
-    return found
 
 
 class ChatSession:
@@ -104,9 +90,9 @@ class ChatSession:
         request = Request(
             request_id=f"chat-{next(self._numbers)}", prompt_ids=prompt_ids, params=sampling
         )
+        self._engine.limits.check(request)
         self.last = Answer(prompt_tokens=len(prompt_ids))
-        self._engine.add(request)
-        return self._stream(request.request_id)
+        return self._stream(request)
 
     def _encode(self, messages: list[dict[str, Any]]) -> tuple[int, ...]:
         try:
@@ -118,7 +104,10 @@ class ChatSession:
             raise RequestError(f"The chat template refused: {error}", "messages") from error
         return tuple(encoding["input_ids"])
 
-    def _stream(self, request_id: str) -> Iterator[str]:
+    def _stream(self, request: Request) -> Iterator[str]:
+        # Queued when the first piece is asked for: an iterator that nobody starts costs nothing.
+        self._engine.add(request)
+        request_id = request.request_id
         text = TextStream(self._tokenizer.backend_tokenizer)
         try:
             while self.last.finish_reason is None:

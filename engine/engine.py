@@ -17,7 +17,7 @@ from core.errors import BudgetError, CoterieError, ExpertReadError, RequestError
 from core.model_shape import ModelShape
 from core.request import Request
 from core.step import PoolStepStats, SequenceOutput, StepPlan, StepResult, StepStats, TokenLogprob
-from engine.backbone import Backbone
+from engine.backbone import Backbone, has_state_layers
 from engine.batcher import Batch, Batcher
 from engine.kv_pages import KvPages
 from engine.limits import Limits
@@ -72,7 +72,7 @@ class Engine:
             self.pool,
             device=engine.device,
             context_tokens=engine.context_tokens,
-            attention=ATTENTION_NAME if not _is_state_family(index) else None,
+            attention=None if has_state_layers(index.config) else ATTENTION_NAME,
         )
         self.eos_ids: tuple[int, ...] = backbone.eos_ids
         size = engine.kv_block_tokens
@@ -116,12 +116,12 @@ class Engine:
             sequence = Sequence(self._next_sequence_id, request, index, salt, leader=leader)
             leader = leader or (sequence if sequence.shares_blocks else None)
             if params.seed is not None:
-                entropy: tuple[int, ...] = (params.seed + index,)
+                entropy = (params.seed % 2**64, index)
             else:
                 entropy = (self._settings.seed, sequence.sequence_id)
             ends = params.stop_token_ids + (() if params.ignore_eos else self.eos_ids)
             self._sampling[sequence.sequence_id] = SamplingState(
-                params, request.prompt_ids, ends, [abs(part) for part in entropy]
+                params, request.prompt_ids, ends, list(entropy)
             )
             self._next_sequence_id += 1
             self._live[request.request_id, index] = sequence
@@ -341,12 +341,6 @@ class Engine:
 def open_engine(settings: dict[str, Any]) -> Engine:
     """An engine from plain settings {"model": ..., "engine": {...}, "pool": {...}}."""
     return Engine.open(settings["model"], settings.get("engine"), settings.get("pool"))
-
-
-def _is_state_family(index: CheckpointIndex) -> bool:
-    from engine.backbone import has_state_layers
-
-    return has_state_layers(index.config)
 
 
 def _check_memory(shape: ModelShape, settings: EngineSettings, blocks: int) -> None:

@@ -108,13 +108,16 @@ class AffinityPolicy:
             contexts.append(context)
         else:
             target = self._target(history, scores)
+            # One touch in HORIZON teaches the weights, the others the table: neither costs both.
             if slot == 0:
                 self._learn_weights(self._kept[layer], target)
-            target -= from_rates[slot]
-            self._learn_table(table, contexts[slot], touch, target)
+            else:
+                target -= from_rates[slot]
+                self._learn_table(table, contexts[slot], touch, target)
             contexts[slot] = context
-        np.dot(self._weights[:-1], features[:-1], out=from_rates[slot])
-        if slot == 0:
+        if slot:
+            np.dot(self._weights[:-1], features[:-1], out=from_rates[slot])
+        else:
             # Whom this step uses cannot be evicted now, so the weights need not be right there.
             np.multiply(features, 1.0 - used, out=self._kept[layer])
 

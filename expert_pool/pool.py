@@ -69,7 +69,7 @@ class ExpertPool:
         self.loads = np.zeros((len(layers), num_experts), dtype=np.int64)
         """(token, expert) pairs computed so far, by layer and expert."""
         self.stats = PoolStepStats()
-        """Of the step under way."""
+        """Of the step under way, or of what came in since the last one."""
         self.row_offset = 0
         """Row of the step's flattened batch that the next forward call begins with; set by
         runners that pass a step in several calls, put back to 0 by `begin_step`."""
@@ -97,29 +97,29 @@ class ExpertPool:
             object.__setattr__(module, "_coterie", (self, layer.ordinal))
 
     def begin_step(self) -> None:
-        """Start counting a step."""
+        """Start counting a step; preloads that came in since the last one count with it."""
         self._take_in(self._store.finished(wait=False))
-        self.stats = PoolStepStats()
         self.row_offset = 0
         self._bad_rows.clear()
         self._failed_rows.clear()
         self._step += 1
-        self._evictions_before = self.residency.evictions
 
     def end_step(self) -> PoolStepStats:
         """What the step cost. Raises ResidencyViolation if an expert is still pinned."""
         self._take_in(self._store.finished(wait=False))
         if self.residency.states.pins.any():
             raise ResidencyViolation("experts are still pinned at the end of a step")
-        self.stats.evictions = self.residency.evictions - self._evictions_before
-        self.stats.bad_rows = tuple(sorted(self._bad_rows))
-        self.stats.failed_rows = tuple(sorted(self._failed_rows))
+        stats, self.stats = self.stats, PoolStepStats()
+        stats.evictions = self.residency.evictions - self._evictions_before
+        self._evictions_before = self.residency.evictions
+        stats.bad_rows = tuple(sorted(self._bad_rows))
+        stats.failed_rows = tuple(sorted(self._failed_rows))
         if (
             self._unsaved_since is not None
             and self._clock() - self._unsaved_since > _SAVE_CHECKSUMS_EVERY_S
         ):
             self._save_checksums()
-        return self.stats
+        return stats
 
     def demand(self, layer: int, counts: IntArray, tokens: int) -> LayerPass:
         """`tokens` rows are at a layer and chose each of its experts `counts[expert]` times."""

@@ -81,7 +81,6 @@ def _replay_scope(
         demands = as_one_cache(demands, num_experts)
         num_experts, slots = layers * num_experts, [layers * capacity for capacity in capacities]
     optimum = [int(belady_misses(demands, num_experts, number).sum()) for number in slots]
-    runs: list[tuple[int, float | None]]
     for name in policies:
         runs: list[tuple[int, float | None]] = [(misses, None) for misses in optimum]
         if name != OPTIMUM:

@@ -69,7 +69,7 @@ class LayerPass:
                     del ready[: group.size]
                     states.unpin(layer, group)
                     self._collect(False, loading, ready)
-                else:
+                elif loading or waiting:
                     started = time.perf_counter()
                     self._collect(True, loading, ready)
                     self._pool.stats.stall_s += time.perf_counter() - started

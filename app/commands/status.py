@@ -35,7 +35,8 @@ def status(
         print(f"{found['url']}: {'ready' if found['ready'] else 'not ready'}")
         print(f"models: {', '.join(found['models']) or 'none listed'}")
         for name, value in found["details"].items():
-            print(f"{name}: {value}")
+            if name != "ready":
+                print(f"{name}: {value}")
     if not found["ready"]:
         raise typer.Exit(1)
 

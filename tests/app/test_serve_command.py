@@ -85,7 +85,7 @@ def test_serves_the_demo_model_and_drains_on_ctrl_c(scratch):
     family = psutil.Process(served.process.pid).children(recursive=True)
     try:
         url, body = served.request()
-        answer = httpx.post(url, json=body, timeout=60)
+        answer = httpx.post(url, json=body, timeout=240)
         assert answer.status_code == 200, answer.text
         assert answer.json()["model"] == DEMO_MODEL.name
         assert answer.json()["usage"]["completion_tokens"] > 0
@@ -96,7 +96,7 @@ def test_serves_the_demo_model_and_drains_on_ctrl_c(scratch):
 
         long = {**body, "stream": True, "max_tokens": 100, "ignore_eos": True}
         text = ""
-        with httpx.stream("POST", url, json=long, timeout=60) as stream:
+        with httpx.stream("POST", url, json=long, timeout=240) as stream:
             for piece in stream.iter_text():
                 if not text:
                     served.interrupt_group()
@@ -107,8 +107,8 @@ def test_serves_the_demo_model_and_drains_on_ctrl_c(scratch):
         served.interrupt_group()
         raise
     assert served.end() == 0, served.text
-    assert "stopped" in served.lines[-1]
-    deadline = time.monotonic() + 15
+    assert "stopped" in served.lines
+    deadline = time.monotonic() + 60
     while (left := [p for p in family if p.is_running()]) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not left

@@ -8,8 +8,9 @@ import pytest
 
 from core.errors import RequestError
 from deployments.chat_template import ChatTemplate
-from deployments.model_files import chat_template, sampling_defaults, special_tokens
+from deployments.model_files import chat_template, special_tokens
 from deployments.tokenizer_worker import TokenizerWorker
+from engine.sampling_defaults import sampling_defaults
 from tests.serving.tiny_model_folder import make_folder
 
 TURN = [{"role": "user", "content": "the DEF"}]
@@ -76,3 +77,11 @@ def test_templates_and_defaults_are_found_where_models_keep_them(tmp_path: Path)
     assert chat_template(folder) == "D"
     assert special_tokens(folder) == {"bos_token": "<s>"}
     assert sampling_defaults(folder) == {"temperature": 0.5, "top_k": 7}
+
+
+def test_many_empty_messages_do_not_hold_the_event_loop() -> None:
+    from deployments.tokenizer_worker import _SHORT_CHARS, _size_chars
+
+    messages = [{"role": "user", "content": ""}] * 500
+    assert _size_chars(messages) > _SHORT_CHARS
+    assert _size_chars([{"role": "user", "content": "Hello"}]) < _SHORT_CHARS

@@ -115,14 +115,15 @@ def test_eos_ids_are_united(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<e>"}}))
     tokens = [{"id": 9, "content": "<e>"}, {"id": 3, "content": "<other>"}]
     (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": tokens}))
-    assert read_eos_ids(tmp_path) == (5, 7, 9)
+    assert read_eos_ids(tmp_path, 100) == (5, 7, 9)
+    assert read_eos_ids(tmp_path, 8) == (5, 7)
 
 
 def test_eos_ids_of_a_composite_config_and_of_none(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"text_config": {"eos_token_id": [1, 2]}}))
-    assert read_eos_ids(tmp_path) == (1, 2)
+    assert read_eos_ids(tmp_path, 100) == (1, 2)
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": None}))
-    assert read_eos_ids(tmp_path) == ()
+    assert read_eos_ids(tmp_path, 100) == ()
 
 
 def test_context_beyond_the_model_is_refused() -> None:

@@ -14,8 +14,9 @@ from tokenizers import Tokenizer
 
 from app.cli import main
 from core.errors import CheckpointError, RequestError
-from engine.chat import TextStream, sampling_defaults
+from engine.chat import TextStream
 from engine.engine import Engine
+from engine.sampling_defaults import sampling_defaults
 from tests.engine.test_engine import TINY
 from tests.models.families import cached_checkpoint
 

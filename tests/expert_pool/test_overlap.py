@@ -63,6 +63,8 @@ def run_slow_step(index, monkeypatch, read_s, compute_s, slots, warm) -> tuple[f
     pool, model = open_pool(index, reader, expert_memory=slots_bytes(index, slots), read_threads=1)
     pool.preload([(0, e) for e in range(warm)])
     pool.settle()
+    pool.begin_step()
+    assert pool.end_step().records_read == warm
     reader.read_s = read_s
     reader.busy_s = 0.0
     computed = []

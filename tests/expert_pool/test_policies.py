@@ -69,6 +69,7 @@ def test_lfu_survives_more_tokens_than_a_float_can_scale():
 
 
 def test_lfu_keeps_the_frequent_where_lru_keeps_the_recent():
+    assert LFU_DECAY == 0.95
     lru, lfu = make_policy("lru", 1, 3), make_policy("lfu", 1, 3)
     for policy in (lru, lfu):
         for chosen in (0, 0, 0, 1, 2):

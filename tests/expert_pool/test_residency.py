@@ -145,6 +145,12 @@ def test_a_full_layer_lies_in_expert_order_whatever_came_first():
         residency.landed(1, expert)
     assert residency.ordered_from(1) == EXPERTS
     assert residency.addresses.slot_of[1].tolist() == list(range(EXPERTS, 2 * EXPERTS))
+    residency.evict_if_idle(1, 3)
+    assert residency.ordered_from(1) is None
+    residency.admit(1, [3])
+    assert residency.ordered_from(1) is None
+    residency.landed(1, 3)
+    assert residency.ordered_from(1) == EXPERTS
 
 
 def test_a_quarantined_expert_is_tried_again_after_some_seconds():

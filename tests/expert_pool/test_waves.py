@@ -33,6 +33,8 @@ def test_every_expert_comes_once_pinned_and_with_its_own_bytes(index, slots, war
         pool.preload([(0, e) for e in warm])
         pool.settle()
         pool.begin_step()
+        assert pool.end_step().records_read == min(len(warm), slots)
+        pool.begin_step()
         counts = np.zeros(12, dtype=np.int64)
         counts[sorted(active)] = 1
         seen: list[int] = []
