@@ -18,7 +18,8 @@ def build(settings: Settings) -> "Application":
 
     return application(
         model_name(settings),
-        locate(settings.model),
+        # Replicas run in a working directory of their own.
+        locate(settings.model).resolve(),
         settings.serving,
         settings.engine.model_dump(mode="json"),
         settings.pool.model_dump(mode="json"),

@@ -84,10 +84,10 @@ class Engine:
         )
         self._shares_prefixes = not backbone.state_family
         self._runner: PagedRunner | StockRunner
+        _check_memory(self.shape, engine, blocks)
         if backbone.state_family:
             self._runner = StockRunner(backbone)
         else:
-            _check_memory(self.shape, engine, blocks)
             self._runner = PagedRunner(
                 backbone.model, blocks, size, engine.max_step_tokens, engine.scratch_memory
             )

@@ -38,8 +38,7 @@ def attend(
     query [B, H, Q, D], key [B, Hkv, K, D], value [B, Hkv, K, Dv], additive mask broadcastable to
     [B, H, Q, K]; heads are grouped as H / Hkv neighbours.
     """
-    same_dims = query.shape[-1] == value.shape[-1]
-    if query.device.type == "cpu" and same_dims and softcap is None:
+    if _is_fused(query, value.shape[-1], softcap):
         out, lse = _flash_cpu(query, key, value, 0.0, causal, attn_mask=mask, scale=scaling)
         return out, lse
     groups = query.shape[1] // key.shape[1]
@@ -55,6 +54,11 @@ def attend(
         scores = scores + mask
     lse = scores.logsumexp(-1)
     return scores.softmax(-1).nan_to_num(0.0).to(value.dtype) @ value, lse
+
+
+def _is_fused(query: torch.Tensor, value_dim: int, softcap: float | None) -> bool:
+    """Whether `attend` makes no scores of its own."""
+    return query.device.type == "cpu" and query.shape[-1] == value_dim and softcap is None
 
 
 class LayerAttention:
@@ -146,7 +150,12 @@ class LayerAttention:
         blocks = span.blocks
         if span.queries > 1:
             # A prompt part's mask counts too; what the gather may take is what it leaves.
-            mask_bytes = span.queries * self._store.block_tokens * self._pages.element_size()
+            key_bytes = span.queries * self._pages.element_size()
+            value_dim = query.shape[-1] if self._layer.latent else self._layer.value_dim
+            if not _is_fused(query, value_dim, softcap):
+                # Scores, their exponentials and their mask in float32, for each head.
+                key_bytes += 3 * 4 * query.shape[1] * span.queries
+            mask_bytes = key_bytes * self._store.block_tokens
             blocks = max(1, min(blocks, budget // (self._block_bytes + mask_bytes)))
         blocks = max(1, min(blocks, budget // self._block_bytes))
         lines = max(1, budget // (span.blocks * self._block_bytes))

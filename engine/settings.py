@@ -33,7 +33,8 @@ class EngineSettings(ConfigModel):
     max_step_tokens: int = Field(default=512, ge=1)
     """Most tokens in one step: decode tokens first, prompt parts fill the rest."""
     scratch_memory: ByteCount = 256 * 1024**2
-    """Most bytes that attention and logits may use beside weights and pages, reserved at start."""
+    """Most bytes that attention may gather and score at once beside weights and pages, reserved at
+    start."""
     seed: int = 0
     """Seeds the sequences whose request names no seed."""
 

@@ -38,6 +38,7 @@ class Served:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
+            preexec_fn=heed_ctrl_c,
         )
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
@@ -69,6 +70,11 @@ class Served:
         code = self.process.wait(STOP_LIMIT_S)
         self._reader.join()
         return code
+
+
+def heed_ctrl_c():
+    # A shell that starts the tests in the background makes everything below it ignore Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture

@@ -105,6 +105,11 @@ def test_all_experts_failing_gives_zeros_not_garbage(opened):
     assert stats.failed_rows == (0, 1, 2)
     assert stats.records_read == 0
 
+    # The same while all of them are barred: nothing is awaited, and the step does not break off.
+    out, stats = run(pool, model, routed)
+    assert (out == 0).all()
+    assert stats.failed_rows == (0, 1, 2)
+
 
 @pytest.mark.parametrize("damage", ["removed", "cut"])
 def test_a_file_that_vanishes_or_shrinks_fails_its_rows(tmp_path, damage):
