@@ -145,8 +145,9 @@ def example(url: str, model: str) -> str:
     """A curl line that works."""
     body = {
         "model": model,
-        "messages": [{"role": "user", "content": "I want to book a flight to Boston."}],
+        "messages": [{"role": "user", "content": "Tell me a short story."}],
         "max_tokens": 60,
+        "temperature": 0,
     }
     return (
         f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
