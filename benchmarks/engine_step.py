@@ -95,9 +95,11 @@ class Alternating(StoppingCriteria):
             self.stock_ms.append((now - self._began) * 1e3)
         began = time.perf_counter()
         result = self._engine.step()
-        self.ours_ms.append((time.perf_counter() - began) * 1e3)
-        nbytes = step_bytes(self._engine, result, self._batch * self._length)
-        self.floor_ms.append(nbytes / self._bandwidth * 1e3)
+        if result.stats.decode_tokens == self._batch:
+            # Steps after the first sequence has ended are not what is measured.
+            self.ours_ms.append((time.perf_counter() - began) * 1e3)
+            nbytes = step_bytes(self._engine, result, self._batch * self._length)
+            self.floor_ms.append(nbytes / self._bandwidth * 1e3)
         self._length += 1
         self._began = time.perf_counter()
         return torch.zeros(input_ids.shape[0], dtype=torch.bool)
@@ -128,10 +130,11 @@ def measure(
         )
     while engine.has_work():
         engine.step()
-    # The longest prompts' prefill may have let the first ones decode a few steps ahead.
-    count = min(len(watch.ours_ms), len(watch.stock_ms), new_tokens - 1 - -(-batch * 64 // 512))
+    count = min(len(watch.ours_ms), len(watch.stock_ms))
+    if count <= _WARM_STEPS:
+        raise SystemExit(f"batch {batch}: only {count} steps ran all sequences; raise --new-tokens")
     ours, theirs, floor = (
-        statistics.median(values[_WARM_STEPS:count] or values)
+        statistics.median(values[_WARM_STEPS:count])
         for values in (watch.ours_ms, watch.stock_ms, watch.floor_ms)
     )
     return {

@@ -141,7 +141,11 @@ class Batcher:
         # The last token is always computed: its logits are what the answer begins with.
         reusable = (len(sequence.token_ids) - 1) // size
         found = self._pages.find(sequence.hashes(reusable, size))
-        spare = len(self.running)  # each running sequence may need a block soon
+        # A newcomer must not take the block that a running sequence needs for its next token.
+        spare = sum(
+            self._pages.blocks_for(len(other.token_ids) + 1) > len(other.block_ids)
+            for other in self.running
+        )
         if not self._pages.can_allocate(total - len(found) + spare, found):
             return False
         self._pages.hold(found)

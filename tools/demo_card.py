@@ -36,7 +36,7 @@ over batches in which all domains are mixed. Documents are chats in the template
 small-talk requests had no answers in the sources; theirs were composed from the intent labels
 by `tools/demo_replies.py`. About 5 % of the records, chosen by a hash of their opening words,
 were held out; held-out records whose lines also stand in training records were dropped.
-"""
+{notes}"""
 
 
 def source_rows(path: Path, used: set[str]) -> list[tuple[str, str, str, str]]:
@@ -137,8 +137,12 @@ def write_card(
     sources: Path | None,
     used: set[str],
     trained: dict[str, Any],
+    notes: str = "",
 ) -> None:
-    """Write the card; ``sources`` is a CSV with domain, source, repository and licence."""
+    """Write the card; ``sources`` is a CSV with domain, source, repository and licence.
+
+    ``notes`` is what is particular to this run; it ends the section on training.
+    """
     run = ""
     if trained:
         run = (
@@ -150,6 +154,7 @@ def write_card(
         parameters=figures["parameters"] / 1e6,
         megabytes=figures["bytes"] / 1e6,
         trained=run,
+        notes=f"\n{notes.strip()}\n" if notes else "",
     )
     parts = [text]
     if sources:

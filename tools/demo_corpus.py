@@ -125,7 +125,7 @@ def _request_for(record: Record, rng: random.Random) -> list[Turn]:
         ask = rng.choice(("Continue the story: ", "Tell me a story that begins: ", ""))
         return [("user", ask + head), ("assistant", rest)]
     generic = {
-        "stories": ("Tell me a story.", "Write a short story.", "Once upon a time"),
+        "stories": ("Tell me a story.", "Write a short story.", "A story, please."),
         "finance": ("Write a paragraph of an annual report.", "Write a note on the accounts."),
         "legal": ("Write a contract clause.", "Draft a clause."),
         "chinese": ("请写一段文字。", "请讲一段话。"),

@@ -142,6 +142,7 @@ def main(
     card: Annotated[Path | None, typer.Option(help="Write the model card here.")] = None,
     sources: Annotated[Path | None, typer.Option(help="CSV of data sources, for the card.")] = None,
     training: Annotated[Path | None, typer.Option(help="The trainer's JSON, for the card.")] = None,
+    notes: Annotated[Path | None, typer.Option(help="Text about this run, for the card.")] = None,
     length: Annotated[int, typer.Option(help="Most tokens of a sample.")] = 100,
     seed: Annotated[int, typer.Option(help="Seed of the samples.")] = 0,
     threads: Annotated[int, typer.Option(help="CPU threads.")] = 1,
@@ -164,7 +165,8 @@ def main(
     if card:
         used = {r.source for train, _ in parts.values() for r in train}
         trained = json.loads(training.read_text()) if training else {}
-        write_card(card, figures, sources, used, trained)
+        about = notes.read_text(encoding="utf-8") if notes else ""
+        write_card(card, figures, sources, used, trained, about)
     if as_json:
         print(json.dumps(figures, ensure_ascii=False))
         return

@@ -145,6 +145,16 @@ def test_the_youngest_is_preempted_and_computed_again() -> None:
     assert (old.generated, young.generated) == (6, 4)
 
 
+def test_pages_for_all_sequences_at_full_length_run_all_of_them_at_once() -> None:
+    engine = make(blocks=4 * 3, max_step_tokens=12)
+    for number in range(4):
+        engine.batcher.add(sequence(number, 8, tokens=5, first=100 * number, salt=None))
+    for _ in range(4):
+        batch, ended = engine.step()
+        assert not ended and not batch.preemptions
+    assert len(engine.batcher.running) == 4
+
+
 def test_released_names_each_sequence_once_when_its_state_went() -> None:
     engine = make(blocks=4)
     engine.batcher.add(sequence(0, 3, tokens=1))
