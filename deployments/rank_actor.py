@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 HEARTBEAT_S = 1.0
 INVARIANTS_EVERY_S = 1.0
-"""Least time between two checks of the invariants; they run only when the engine is idle."""
+"""Least time between two checks of the invariants. Every idle state that lasts is checked."""
 
 
 def rank_info(engine: Engine) -> RankInfo:
@@ -87,6 +87,7 @@ class StepLoop:
         self._step_began: float | None = None
         self._stopped = False
         self._checked_s = 0.0
+        self._check_is_due = False
 
     def read(self) -> None:
         """Reader thread: from the socket to the inbox; None marks its end."""
@@ -142,7 +143,7 @@ class StepLoop:
     def _take_messages(self, engine: Engine, wait: bool) -> bool:
         """Everything in the inbox; False when the rank is to end."""
         while wait or not self._inbox.empty():
-            message = self._inbox.get()
+            message = self._await_message(engine) if wait else self._inbox.get()
             wait = False
             if message is None or isinstance(message, Stop):
                 return False
@@ -163,12 +164,22 @@ class StepLoop:
             engine.cancel(identity)
             self._link.send(Rejected(identity, "CoterieError", f"not taken: {error!r}", None))
 
+    def _await_message(self, engine: Engine) -> Down | None:
+        """The next message; what was not checked on becoming idle is, if idleness lasts."""
+        if self._check_is_due:
+            try:
+                return self._inbox.get(timeout=INVARIANTS_EVERY_S)
+            except queue.Empty:
+                self._report_idle(engine)
+        return self._inbox.get()
+
     def _report_idle(self, engine: Engine) -> None:
         now = time.monotonic()
-        if now - self._checked_s >= INVARIANTS_EVERY_S:
+        self._check_is_due = now - self._checked_s < INVARIANTS_EVERY_S
+        if not self._check_is_due:
             engine.check_invariants()
             self._checked_s = now
-        self._link.send(Idle(engine.gauges()))
+        self._link.send(Idle(engine.gauges(), checked=not self._check_is_due))
 
 
 def _import(path: str) -> Callable[[dict[str, Any]], Any]:

@@ -73,9 +73,11 @@ class Step(msgspec.Struct, frozen=True, tag=True):
 
 
 class Idle(msgspec.Struct, frozen=True, tag=True):
-    """Up, when the last work is done: the gauges as they stand, after the invariants held."""
+    """Up, when the last work is done: the gauges as they stand."""
 
     stats: StepStats
+    checked: bool
+    """Whether the engine's invariants were looked at, and held."""
 
 
 class Rejected(msgspec.Struct, frozen=True, tag=True):

@@ -232,7 +232,7 @@ class Supervisor:
             self._counts["steps"] += 1
             self._take_step(message.result)
         elif isinstance(message, Idle):
-            self._counts["idle_checks"] += 1
+            self._counts["idle_checks"] += message.checked
             self._stats = message.stats
         elif isinstance(message, Rejected):
             live = self._live.get(message.request_id)
