@@ -61,6 +61,8 @@ def _serve(
         plan = check.result()
     console.print(describe(plan))
     with console.status("starting Ray") as status, local_ray(logical_cpus(settings)) as running:
+        # Ray put a handler of its own in place, which aborts.
+        signal.signal(signal.SIGTERM, _interrupt)
         service = LocalService(settings, running.logs)
         status.update("starting the replicas")
         service.deploy()

@@ -66,6 +66,10 @@ class Served:
         """What Ctrl-C in a terminal does: the signal reaches every process of the group."""
         os.killpg(self.process.pid, signal.SIGINT)
 
+    def terminate(self):
+        """What a service manager does: the signal reaches the command alone."""
+        self.process.terminate()
+
     def end(self):
         code = self.process.wait(STOP_LIMIT_S)
         self._reader.join()
@@ -86,7 +90,8 @@ def scratch():
 
 @pytest.mark.serve
 @pytest.mark.timeout(600)
-def test_serves_the_demo_model_and_drains_on_ctrl_c(scratch):
+@pytest.mark.parametrize("stop", [Served.interrupt_group, Served.terminate])
+def test_serves_the_demo_model_and_drains_when_told_to_stop(scratch, stop):
     served = Served(scratch, str(DEMO_MODEL), "--port", "0", "--set", "serving.drain_s=120")
     family = psutil.Process(served.process.pid).children(recursive=True)
     try:
@@ -105,7 +110,7 @@ def test_serves_the_demo_model_and_drains_on_ctrl_c(scratch):
         with httpx.stream("POST", url, json=long, timeout=240) as stream:
             for piece in stream.iter_text():
                 if not text:
-                    served.interrupt_group()
+                    stop(served)
                 text += piece
         assert text.rstrip().endswith("[DONE]"), "a running stream ends in peace"
         assert '"error"' not in text
