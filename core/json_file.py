@@ -11,12 +11,12 @@ from core.errors import CheckpointError
 
 def read_json_object(path: Path) -> dict[str, Any]:
     """The object in a file, empty where there is no file. Raises CheckpointError otherwise."""
-    if not path.is_file():
-        return {}
     try:
         value = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"Cannot read {path}: {error}.") from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"expected an object in {path}, found {type(value).__name__}")
+        raise CheckpointError(f"Expected an object in {path}, found {type(value).__name__}.")
     return value

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import xxhash
 
 from core.errors import CheckpointError
+from core.json_file import read_json_object
 from expert_pool.safetensors_header import TensorEntry, read_header
 
 _SINGLE = "model.safetensors"
@@ -66,19 +66,13 @@ def read_files(model_dir: Path) -> CheckpointFiles:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises CheckpointError."""
-    try:
-        value = json.loads(path.read_bytes())
-    except FileNotFoundError as error:
+    """The object in a JSON file that must be there. Raises CheckpointError."""
+    if not path.is_file():
         raise CheckpointError(
             f"Expected {path}, found none: {path.parent} is not a model folder in the "
             "Hugging Face layout."
-        ) from error
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"Cannot read {path}: {error}.") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"Expected an object in {path}, found {type(value).__name__}.")
-    return value
+        )
+    return read_json_object(path)
 
 
 def sampled_key(files: CheckpointFiles, chosen: Mapping[str, TensorEntry] | None = None) -> str:

@@ -167,11 +167,6 @@ class ExpertLayout:
                     f"checkpoint makes {made} from {found}."
                 )
 
-    def unfed(self) -> list[str]:
-        """Full names of parameters that no tensor feeds."""
-        fed = {name for recipe in self._recipes for name in recipe.outputs}
-        return [name for name in self._params if name not in fed]
-
     @property
     def record_bytes(self) -> int:
         """Bytes of one expert's pieces."""
