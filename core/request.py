@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from core.errors import RequestError
+
+StructureKind = Literal["json_object", "json_schema", "regex", "choice", "ebnf", "structural_tag"]
+
+
+class Structure(msgspec.Struct, frozen=True):
+    """A form that the generated text must have."""
+
+    kind: StructureKind
+    text: str = ""
+    """The schema, expression, grammar or structural tag; for "choice" a JSON list of texts; for
+    "json_object" nothing."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,6 +44,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
     """Ids that end the sequence besides the model's own EOS ids."""
+    structure: Structure | None = None
+    prompt_logprobs: int | None = None
+    """As `logprobs`, for the tokens of the prompt; the first has none."""
 
     def __post_init__(self) -> None:
         def refuse(param: str, expected: str, found: object) -> None:
@@ -53,6 +69,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             refuse("repetition_penalty", "above 0 and at most 10", self.repetition_penalty)
         if self.logprobs is not None and not 0 <= self.logprobs <= 20:
             refuse("logprobs", "between 0 and 20", self.logprobs)
+        if self.prompt_logprobs is not None and not 0 <= self.prompt_logprobs <= 20:
+            refuse("prompt_logprobs", "between 0 and 20", self.prompt_logprobs)
         if not 0 <= self.min_tokens <= self.max_tokens:
             refuse("min_tokens", f"between 0 and max_tokens ({self.max_tokens})", self.min_tokens)
         for token, bias in self.logit_bias:
@@ -71,6 +89,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """Salts the prefix cache, so that no tenant can probe another's prompts."""
     arrival_s: float = 0.0
     """Wall-clock seconds since the epoch when the gateway accepted the request."""
+    priority: Literal["interactive", "batch"] = "interactive"
+    deadline_s: float | None = None
+    """Wall-clock seconds since the epoch after which nobody wants the answer."""
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:

@@ -16,6 +16,8 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     stop: tuple[str, ...] = ()
     stream: bool = False
     """False: one batch with everything at the end."""
+    special_text: bool = False
+    """Whether special tokens appear in the text: tool and reasoning parsers need their marks."""
 
 
 class TextDelta(msgspec.Struct, frozen=True, kw_only=True, tag=True):

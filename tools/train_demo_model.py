@@ -144,6 +144,11 @@ class Run:
             loads.append(got.load)
         return {"perplexity": perplexity, "overlap": overlap(loads), "dead": dead(loads)}
 
+    def begin_with(self, folder: Path) -> None:
+        """Take the weights of an exported model of the same architecture."""
+        model = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.model.load_state_dict(model.state_dict())
+
     def save(self, path: Path) -> None:
         """Write a checkpoint; the file is complete or absent."""
         state = {
@@ -210,7 +215,11 @@ def main(
     save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 100,
     test_every: Annotated[int, typer.Option(help="Steps between held-out tests.")] = 200,
     export_minutes: Annotated[float, typer.Option(help="Minutes between exports.")] = 40.0,
-    seed: Annotated[int, typer.Option(help="Seed of weights, data order and split.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of weights and data order.")] = 0,
+    start_from: Annotated[
+        Path | None,
+        typer.Option(help="An exported model whose weights and tokenizer a new run begins with."),
+    ] = None,
     threads: Annotated[int, typer.Option(help="CPU threads.")] = 1,
     small: Annotated[bool, typer.Option(hidden=True)] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the final figures.")] = False,
@@ -229,6 +238,9 @@ def main(
     vocab_file, checkpoint = work / "tokenizer.json", work / "checkpoint.pt"
     if vocab_file.exists():
         tokenizer = Tokenizer.from_file(str(vocab_file))
+    elif start_from is not None:
+        tokenizer = Tokenizer.from_file(str(start_from / "tokenizer.json"))
+        tokenizer.save(str(vocab_file))
     else:
         train_only = {name: split(records)[0] for name, records in domains.items()}
         tokenizer = train_tokenizer(train_only, vocabulary, seed)
@@ -242,6 +254,8 @@ def main(
     if checkpoint.exists():
         run.load(checkpoint)
         console.print(f"going on from step {run.step}")
+    elif start_from is not None:
+        run.begin_with(start_from)
     else:
         export(run.model, tokenizer, out)
     bar = Progress(
