@@ -13,6 +13,7 @@ from ray.serve.handle import DeploymentHandle
 
 from deployments.gateway import Gateway
 from deployments.http_api import make_http_api
+from deployments.late_receive import listen_late
 from deployments.node_address import listen_on_node_address_only
 from deployments.settings import REFUSAL_ROOM, ServingSettings, check_sizes
 from deployments.supervisor import Supervisor
@@ -36,6 +37,7 @@ class GatewayDeployment:
         self, model_name: str, model_dir: str, serving: ServingSettings, handle: DeploymentHandle
     ) -> None:
         listen_on_node_address_only()
+        listen_late()
         may_idle = serving.min_replicas == 0
         self._app_name = serve.get_replica_context().app_name
         self._gateway = Gateway(
