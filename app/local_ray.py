@@ -60,25 +60,45 @@ def local_ray(num_cpus: int | None = None) -> Iterator[LocalRay]:
     short = len(tempfile.gettempdir()) <= MAX_TEMP_PATH
     folder = Path(tempfile.mkdtemp(prefix="coterie-", dir=None if short else "/tmp"))
     # Temporary files of every Ray process go there too, and so end with it.
+    before = os.environ.get("TMPDIR")
     os.environ["TMPDIR"] = str(folder)
     try:
-        context = ray.init(
-            address="local",
-            num_cpus=num_cpus,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level="ERROR",
-            namespace="coterie",
-            _temp_dir=str(folder),
-        )
-    except Exception as error:
-        raise CoterieError(f"Ray did not start: {error}. Its logs are in {folder}.") from error
-    session = Path(context.address_info["session_dir"])
-    try:
+        try:
+            context = ray.init(
+                address="local",
+                num_cpus=num_cpus,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level="ERROR",
+                namespace="coterie",
+                _temp_dir=str(folder),
+            )
+        except Exception as error:
+            raise CoterieError(f"Ray did not start: {error}. Its logs are in {folder}.") from error
+        session = Path(context.address_info["session_dir"])
         yield LocalRay(context.address_info["address"], session / "logs")
-    finally:
+    except KeyboardInterrupt:
+        # Whoever stops it, even while it starts or stops, wants no logs.
+        _end(folder)
+        raise
+    except BaseException:
         with hushed():
             ray.shutdown()
+        raise
+    else:
+        _end(folder)
+    finally:
+        if before is None:
+            os.environ.pop("TMPDIR", None)
+        else:
+            os.environ["TMPDIR"] = before
+
+
+def _end(folder: Path) -> None:
+    import ray
+
+    with hushed():
+        ray.shutdown()
     shutil.rmtree(folder, ignore_errors=True)
 
 
