@@ -30,8 +30,11 @@ COMMANDS = {
     "serve": Command("app.commands.serve", "serve", "Serve a model over HTTP on Ray Serve."),
     "chat": Command("app.commands.chat", "chat", "Talk to a model in the terminal, without Ray."),
     "verify": Command("app.commands.verify", "verify", "Read a checkpoint and check its bytes."),
+    "profile": Command("app.commands.profile", "profile", "Which experts your prompts use."),
     "replay": Command("app.commands.replay", "replay", "Replay recorded routing, by policy."),
+    "bench": Command("app.commands.bench", "bench", "Put a running service under load."),
     "status": Command("app.commands.status", "status", "Ask a running service how it is."),
+    "doctor": Command("app.commands.doctor", "doctor", "Check whether this machine can serve."),
 }
 GROUPS = {
     "config": (
@@ -41,7 +44,16 @@ GROUPS = {
                 "app.commands.config", "show", "Every setting, and where its value came from."
             )
         },
-    )
+    ),
+    "admin": (
+        "Operate a running service: not through its public port, but through Ray.",
+        {
+            "requests": Command("app.commands.admin", "requests", "What waits and what runs."),
+            "cancel": Command("app.commands.admin", "cancel", "End one request."),
+            "drain": Command("app.commands.admin", "drain", "Finish what runs, refuse the rest."),
+            "keys": Command("app.commands.keys", "keys", "Make, hash and reload API keys."),
+        },
+    ),
 }
 EXAMPLES = """
 Serves Mixture-of-Experts models whose experts need not all fit in memory.
@@ -52,7 +64,10 @@ Serves Mixture-of-Experts models whose experts need not all fit in memory.
   coterie chat MODEL                          in the terminal, without Ray
   coterie verify MODEL                        read all, learn checksums
   coterie config show MODEL                   every setting, and its origin
+  coterie bench http://127.0.0.1:8000         put it under load
   coterie status                              how is the running service?
+  coterie doctor MODEL                        can this machine serve it?
+  coterie admin requests                      what runs there now?
 """
 
 

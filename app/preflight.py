@@ -27,13 +27,23 @@ class Preflight(msgspec.Struct, frozen=True, kw_only=True):
     slots_bytes: int
     kv_bytes: int
     scratch_bytes: int
+    """Attention, one MoE layer, and prompts that pass layer by layer."""
     available_bytes: int
     device: str
+    replicas: int
+    host_bytes: int
+    """Of the host tier: once for all replicas."""
+    host_available_bytes: int
 
     @property
     def need_bytes(self) -> int:
         """What one rank reserves and loads."""
         return self.shape.backbone_bytes + self.slots_bytes + self.kv_bytes + self.scratch_bytes
+
+    @property
+    def is_on_cpu(self) -> bool:
+        """Replicas and the host tier share one memory."""
+        return self.device == "cpu"
 
 
 class _Refused(msgspec.Struct):
@@ -72,33 +82,62 @@ def check_model(settings: Settings, folder: Path) -> Preflight:
 
     Raises CheckpointError and BudgetError. Imports torch.
     """
+    import torch
+
     from expert_pool.checkpoint_index import CheckpointIndex
     from expert_pool.settings import expert_memory_bytes
     from expert_pool.slots import share_out
+    from expert_pool.tiers import host_tier_bytes
 
-    wanted = settings.engine.dtype
-    index = CheckpointIndex.open(folder, None if wanted == "auto" else wanted)
-    granted = expert_memory_bytes(settings.pool.expert_memory, index.shape.all_experts_bytes)
+    engine, pool = settings.engine, settings.pool
+    index = CheckpointIndex.open(folder, None if engine.dtype == "auto" else engine.dtype)
+    granted = expert_memory_bytes(pool.expert_memory, index.shape.all_experts_bytes)
     slots = share_out(index.layers, granted)
+    scratch = engine.scratch_memory + pool.scratch_bytes
+    if sum(slots) < sum(layer.num_experts for layer in index.layers):
+        scratch += engine.prefill_memory
+    host_available = _available_bytes("cpu")
     plan = Preflight(
         shape=index.shape,
         slots_by_layer=tuple(slots),
         slots_bytes=sum(n * layer.slot_bytes for n, layer in zip(slots, index.layers, strict=True)),
-        kv_bytes=_kv_bytes(index.shape, settings.engine),
-        scratch_bytes=settings.engine.scratch_memory + settings.pool.scratch_bytes,
-        available_bytes=_available_bytes(settings.engine.device),
-        device=settings.engine.device,
+        kv_bytes=_kv_bytes(index.shape, engine),
+        scratch_bytes=scratch,
+        available_bytes=_available_bytes(engine.device),
+        device=engine.device,
+        replicas=settings.serving.replicas if engine.device == "cpu" else 1,
+        host_bytes=0,
+        host_available_bytes=host_available,
     )
-    if plan.need_bytes > plan.available_bytes:
+    spare = host_available - (plan.need_bytes * plan.replicas if plan.is_on_cpu else 0)
+    host = host_tier_bytes(index, pool, torch.device(engine.device), spare)
+    plan = msgspec.structs.replace(plan, host_bytes=host)
+    _refuse_too_much(plan)
+    return plan
+
+
+def _refuse_too_much(plan: Preflight) -> None:
+    """Raises BudgetError naming need and have."""
+    each = plan.need_bytes
+    need, have = each * plan.replicas, plan.available_bytes
+    if need > have:
+        several = f"{plan.replicas} replicas of {format_bytes(each)}: " * (plan.replicas > 1)
         raise BudgetError(
-            f"memory of {plan.device}: need {plan.need_bytes} bytes "
-            f"({format_bytes(plan.need_bytes)}: {format_bytes(plan.slots_bytes)} of expert slots, "
+            f"memory of {plan.device}: need {need} bytes "
+            f"({format_bytes(need)}: {several}{format_bytes(plan.slots_bytes)} of expert slots, "
             f"{format_bytes(plan.shape.backbone_bytes)} of other weights, "
             f"{format_bytes(plan.kv_bytes)} of KV pages, "
-            f"{format_bytes(plan.scratch_bytes)} of scratch), have {plan.available_bytes} bytes "
-            f"({format_bytes(plan.available_bytes)}); lower --expert-memory or --kv-memory"
+            f"{format_bytes(plan.scratch_bytes)} of scratch), have {have} bytes "
+            f"({format_bytes(have)}); lower --expert-memory or --kv-memory"
+            + ", or --replicas" * (plan.replicas > 1)
         )
-    return plan
+    left = plan.host_available_bytes - (need if plan.is_on_cpu else 0)
+    if plan.host_bytes > left:
+        beside = f" beside {format_bytes(need)} of replicas" * plan.is_on_cpu
+        raise BudgetError(
+            f"host memory: need {plan.host_bytes} bytes ({format_bytes(plan.host_bytes)}){beside}, "
+            f"have {left} bytes ({format_bytes(left)}); lower --host-memory, or leave it at auto"
+        )
 
 
 def _kv_bytes(shape: ModelShape, engine: EngineSettings) -> int:
@@ -113,14 +152,15 @@ def _kv_bytes(shape: ModelShape, engine: EngineSettings) -> int:
 
 
 def _available_bytes(device: str) -> int:
-    import psutil
     import torch
+
+    from expert_pool.host_memory import available_bytes
 
     if device.startswith("cuda"):
         if not torch.cuda.is_available():
             raise BudgetError(f'engine.device is "{device}", but torch finds no CUDA device')
         return int(torch.cuda.mem_get_info(device)[0])
-    return int(psutil.virtual_memory().available)
+    return available_bytes()
 
 
 def main() -> None:

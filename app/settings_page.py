@@ -63,6 +63,9 @@ def _kind(field: FieldInfo) -> str:
 def _name(annotation: Any) -> str:
     if get_origin(annotation) is Literal:
         return " or ".join(f"`{choice}`" for choice in get_args(annotation))
+    if get_origin(annotation) in (list, tuple, dict):
+        kinds = [_name(a) for a in get_args(annotation) if a is not ...]
+        return f"mapping of {kinds[0]} to {kinds[1]}" if len(kinds) > 1 else f"list of {kinds[0]}"
     arguments = [a for a in get_args(annotation) if a is not type(None)]
     if arguments:
         # Annotated keeps its type first and its constraints after it.
@@ -89,7 +92,8 @@ def _bounds(field: FieldInfo) -> str:
 def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
-    return "unset" if field.default is None else f"`{json.dumps(field.default)}`"
+    default = field.get_default(call_default_factory=True)
+    return "unset" if default is None else f"`{json.dumps(default)}`"
 
 
 def _flag(flag: str | None) -> str:

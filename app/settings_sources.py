@@ -12,12 +12,15 @@ from pydantic import ValidationError
 
 from app.settings import Settings, known_keys, refuse_unknown_keys, section_names
 from core.errors import SettingsError
-from deployments.ray_environment import MAX_BODY_VARIABLE
+from deployments.ray_environment import KEYS_VARIABLE, MAX_BODY_VARIABLE
 
 ENV_PREFIX = "COTERIE_"
-NOT_SETTINGS = frozenset({"COTERIE_CACHE", "COTERIE_DATA", MAX_BODY_VARIABLE})
-"""Variables of the same prefix that are no settings: the cache folder, the folder of texts that
-some tests read, and what a cluster's proxies are told before there are any settings."""
+NOT_SETTINGS = frozenset(
+    {"COTERIE_API_KEY", "COTERIE_CACHE", "COTERIE_DATA", KEYS_VARIABLE, MAX_BODY_VARIABLE}
+)
+"""Variables of the same prefix that are no settings: the key that commands send, the cache folder,
+the folder of texts that some tests read, the keys that requests need, and what a cluster's proxies
+are told before there are any settings."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ import torch
 from transformers import AutoModelForCausalLM, StoppingCriteria
 from transformers.utils import logging
 
-from benchmarks.common import emit, quiet_monitor
+from app.measurement import emit, quiet_monitor
 from benchmarks.moe_s import make_moe_s
 from core.request import Request, SamplingParams
 from core.step import StepResult

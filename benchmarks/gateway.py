@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import emit, quiet_monitor
+from app.measurement import emit, quiet_monitor
 from benchmarks.instant_engine import InstantEngine
 from core.request import Request, SamplingParams
 

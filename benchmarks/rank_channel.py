@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import emit, quiet_monitor
+from app.measurement import emit, quiet_monitor
 from core.step import SequenceOutput, StepResult, StepStats
 from deployments.rank_channel import RankSocket, Step, frame, read_messages
 

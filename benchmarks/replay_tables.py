@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import machine, quiet_monitor, versions
+from app.measurement import machine, quiet_monitor, versions
 from core.errors import CoterieError, SettingsError
 from expert_pool.replay import POLICIES, ReplayResult, replay
 from expert_pool.routing_trace import RoutingTrace

@@ -8,6 +8,7 @@ import msgspec
 
 from core.errors import RequestError
 
+Priority = Literal["interactive", "batch"]
 StructureKind = Literal["json_object", "json_schema", "regex", "choice", "ebnf", "structural_tag"]
 
 
@@ -18,6 +19,8 @@ class Structure(msgspec.Struct, frozen=True):
     text: str = ""
     """The schema, expression, grammar or structural tag; for "choice" a JSON list of texts; for
     "json_object" nothing."""
+    param: str | None = None
+    """The request field that asks for it, which an error names."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,14 +49,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Ids that end the sequence besides the model's own EOS ids."""
     structure: Structure | None = None
     prompt_logprobs: int | None = None
-    """As `logprobs`, for the tokens of the prompt; the first has none."""
+    """As `logprobs`, for the tokens of the prompt; the first has none. With it, max_tokens may be
+    0: the prompt is looked at and nothing is generated."""
 
     def __post_init__(self) -> None:
         def refuse(param: str, expected: str, found: object) -> None:
             raise RequestError(f"{param} must be {expected}, found {found!r}.", param)
 
-        if self.max_tokens < 1:
-            refuse("max_tokens", "at least 1", self.max_tokens)
+        if self.max_tokens < (1 if self.prompt_logprobs is None else 0):
+            refuse("max_tokens", "at least 1 (0 with prompt_logprobs)", self.max_tokens)
         if not 0.0 <= self.temperature <= 2.0:
             refuse("temperature", "between 0 and 2", self.temperature)
         if not 0.0 < self.top_p <= 1.0:
@@ -89,7 +93,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """Salts the prefix cache, so that no tenant can probe another's prompts."""
     arrival_s: float = 0.0
     """Wall-clock seconds since the epoch when the gateway accepted the request."""
-    priority: Literal["interactive", "batch"] = "interactive"
+    priority: Priority = "interactive"
     deadline_s: float | None = None
     """Wall-clock seconds since the epoch after which nobody wants the answer."""
 

@@ -24,6 +24,9 @@ class SequencePart(msgspec.Struct, frozen=True, kw_only=True):
     is_decode: bool
     wants_logits: bool
     """True where the last token's logits are to be sampled from."""
+    scored: tuple[int, int] = (0, 0)
+    """Positions [from, to) whose logits score the prompt token after each; the logits come before
+    those to sample from. Never the last position of a part that `wants_logits`."""
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,7 +36,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     released: tuple[int, ...] = ()
     """Sequences whose state (pages, stock cache) was dropped since the step before."""
     layer_major: bool = False
-    """True when whole prompts pass one layer at a time (a later choice of the batcher)."""
+    """True when prompts pass one layer at a time, each expert once, sums in order of experts."""
 
     @property
     def num_tokens(self) -> int:
@@ -57,14 +60,56 @@ class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True):
     """New tokens, in order. An EOS or stop token that ended the sequence is not among them."""
     logprobs: tuple[TokenLogprob, ...] = ()
     """One for each of `token_ids` where asked for, else empty."""
+    end_token_id: int | None = None
+    """The EOS or stop token that ended the sequence, where one did."""
+    end_logprob: TokenLogprob | None = None
+    """That token's log-probability where asked for."""
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    """The next ones of the prompt's tokens, from its second on, where asked for; only in outputs
+    of index 0. All have come when the first of `token_ids` comes."""
     finish_reason: FinishReason | None = None
     error: str | None = None
     error_type: str | None = None
     """Name of the class in core.errors, with finish_reason "error"."""
+    error_param: str | None = None
+    """The request field at fault, where an error names one."""
     completion_tokens: int = 0
     """Sampled so far, an ending EOS included."""
     cached_tokens: int = 0
     """Prompt tokens that came from the prefix cache."""
+
+
+class PrefetchStats(msgspec.Struct, kw_only=True):
+    """What reading ahead did in one step, in experts unless their names say otherwise."""
+
+    state: Literal["probing", "on", "off"] = "off"
+    """Whether it reads ahead: on trial, because it pays, or not now because it did not."""
+    distance_layers: int = 0
+    """How far ahead it reads; 0 where every expert has a slot or the setting is "off"."""
+    begun: int = 0
+    called_off: int = 0
+    """Not needed after all, and not yet begun to be read."""
+    used: int = 0
+    used_bytes: int = 0
+    wasted: int = 0
+    """Left again before anybody asked for them."""
+    wasted_bytes: int = 0
+    under_way: int = 0
+    """At the end of the step."""
+    regretted: int = 0
+    """Had made room for others and were asked for next."""
+    hidden_s: float = 0.0
+    """Stall that there would have been besides, reckoned from measured read times."""
+    harm_s: float = 0.0
+    """Time that it cost, reckoned: reads in vain while others waited, experts that had to leave,
+    and `decide_s`."""
+    decide_s: float = 0.0
+    """Its own time."""
+    net_gain: float = 0.0
+    """Share of the time saved in the last full window, less what it cost."""
+    recall: dict[str, float] = {}
+    """By predictor: share of the experts asked for that its first 2 x asked named; from time to
+    time."""
 
 
 class PoolStepStats(msgspec.Struct, kw_only=True):
@@ -77,17 +122,36 @@ class PoolStepStats(msgspec.Struct, kw_only=True):
     """(token, chosen expert) pairs over all MoE layers; tokens x k x layers when all were good."""
     bytes_read: int = 0
     records_read: int = 0
+    """From disk, and so are `bytes_read`."""
+    host_records: int = 0
+    """Experts that came from the host tier (page cache, or memory beside a device), and their
+    bytes: with demand hits and records_read, hits by tier."""
+    host_bytes: int = 0
+    resident: int = 0
+    """Experts in slots at the end of the step."""
     evictions: int = 0
+    returns: int = 0
+    """Experts read again within two touches of their layer after they had been evicted."""
+    moved_slots: int = 0
+    """Slots that went from one layer to another after the step."""
+    compared_misses: int = 0
+    """Misses of sampled layers in windows of steps whose optimum became known in this step; with
+    prefetch, those after it."""
+    optimum_misses: int = 0
+    """What Belady's optimum would have missed there; the difference is the regret."""
     waves: int = 0
     """Passes over the slots; equals the number of MoE layers run when nothing had to be split."""
     stall_s: float = 0.0
     """Seconds in which no resident expert was left to compute and a read was awaited."""
+    read_s: float = 0.0
+    """Seconds in which a reader was at work on at least one expert, whether awaited or not."""
     rereads: int = 0
     """Records read again after a failed checksum or read."""
     bad_rows: tuple[int, ...] = ()
     """Rows of the flattened batch whose routing was NaN, infinite or out of range."""
     failed_rows: tuple[int, ...] = ()
     """Rows that needed an expert which could not be read (quarantined)."""
+    prefetch: PrefetchStats = msgspec.field(default_factory=PrefetchStats)
 
 
 class StepStats(msgspec.Struct, kw_only=True):

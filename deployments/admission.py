@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import math
-from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from core.errors import OverloadedError
+from core.request import Priority
+from deployments.drain_rate import DrainRate
 
-_RATE_SAMPLES = 64
-_RATE_WINDOW_S = 60.0
+BATCH_PATIENCE_S = 60.0
+"""A waiting batch request counts as if it had come this much later than it did: interactive ones
+pass it, but not for ever."""
+BATCH_SHARE = 0.5
+"""Part of the queue that batch requests may fill; the rest is kept for interactive ones."""
 _RETRY_MIN_S = 1.0
-_RETRY_MAX_S = 120.0
+_RETRY_MAX_S = 600.0
 _RETRY_UNKNOWN_S = 2.0
 
 
@@ -23,14 +27,15 @@ class Waiting:
     request_id: str
     prompt_tokens: int
     sequences: int
+    tokens_at_most: int
     since_s: float
 
 
 class Admission:
-    """First in, first out, bounded by requests and by prompt tokens.
+    """First in, first out within a priority, bounded by requests and by prompt tokens.
 
     A lone request always fits by tokens, so that a prompt above the bound is not refused for
-    ever. `Retry-After` is the time the queue needs to drain at the rate it drained lately.
+    ever. `Retry-After` is the time until the present queue has been handed to the rank.
     """
 
     def __init__(
@@ -47,92 +52,163 @@ class Admission:
         self.hand_over_sequences = hand_over_sequences
         """Sequences that the rank may hold at once; 0 while there is no rank."""
         self._clock = clock
-        self._queue: OrderedDict[str, Waiting] = OrderedDict()
+        self._queues: dict[Priority, OrderedDict[str, Waiting]] = {
+            "interactive": OrderedDict(),
+            "batch": OrderedDict(),
+        }
         self._handed: dict[str, int] = {}
-        self._tokens = 0
-        self._departures: deque[float] = deque(maxlen=_RATE_SAMPLES)
+        self._tokens: dict[Priority, int] = {"interactive": 0, "batch": 0}
+        self._rate = DrainRate(clock)
 
     @property
     def queued_requests(self) -> int:
         """Requests that wait here."""
-        return len(self._queue)
+        return sum(len(queue) for queue in self._queues.values())
 
     @property
     def queued_prompt_tokens(self) -> int:
         """Prompt tokens of the requests that wait here."""
-        return self._tokens
+        return sum(self._tokens.values())
 
     @property
     def handed_requests(self) -> int:
         """Requests that the rank holds."""
         return len(self._handed)
 
-    def offer(self, request_id: str, prompt_tokens: int, sequences: int) -> None:
+    def offer(
+        self,
+        request_id: str,
+        prompt_tokens: int,
+        sequences: int,
+        priority: Priority = "interactive",
+        tokens_at_most: int = 1,
+        patience_s: float | None = None,
+    ) -> None:
         """Queue a request. Raises OverloadedError when the queue is full.
 
-        What the rank can take at once does not count against the queue's bounds.
+        What the rank can take at once does not count against the queue's bounds. A request that
+        would wait longer than `patience_s`, as far as is known, is refused at once.
+        `tokens_at_most` is what all its sequences may produce.
         """
         free = self.hand_over_sequences - sum(self._handed.values())
-        if free < sequences or self._queue:
-            self._refuse_if_full(prompt_tokens)
-        self._queue[request_id] = Waiting(request_id, prompt_tokens, sequences, self._clock())
-        self._tokens += prompt_tokens
+        if free < sequences or self.queued_requests:
+            self._refuse_if_full(prompt_tokens, priority)
+            if patience_s is not None:
+                self._refuse_if_hopeless(priority, patience_s)
+        self._queues[priority][request_id] = Waiting(
+            request_id, prompt_tokens, sequences, tokens_at_most, self._clock()
+        )
+        self._tokens[priority] += prompt_tokens
+        if free < sequences:
+            self._rate.contend()
 
     def take(self) -> list[str]:
         """The requests to hand to the rank now, in order."""
         taken = []
         busy = sum(self._handed.values())
-        while self._queue:
-            first = next(iter(self._queue.values()))
+        while (first := self._first()) is not None:
             fits = busy + first.sequences <= self.hand_over_sequences
             if not fits and (busy or not self.hand_over_sequences):
                 break
             self._drop(first.request_id)
             self._handed[first.request_id] = first.sequences
+            self._rate.begin(first.request_id, first.tokens_at_most)
             busy += first.sequences
             taken.append(first.request_id)
+        if self.queued_requests:
+            self._rate.contend()
         return taken
 
-    def leave(self, request_id: str) -> None:
+    def progress(self, request_id: str, tokens: int) -> None:
+        """A request that the rank holds produced `tokens` more."""
+        self._rate.progress(request_id, tokens)
+
+    def leave(self, request_id: str, completed: bool = False) -> None:
         """A request is done, cancelled or failed, wherever it was. Unknown ids are ignored."""
-        if request_id in self._queue:
+        if self._handed.pop(request_id, None) is None:
             self._drop(request_id)
-        elif self._handed.pop(request_id, None) is not None:
-            self._departures.append(self._clock())
+        self._rate.end(request_id, completed)
 
     def queued_ids(self) -> list[str]:
-        """Requests that no rank has seen, in order."""
-        return list(self._queue)
+        """Requests that no rank has seen: interactive ones first, each kind in order."""
+        return [entry.request_id for entry in self._waiting()]
 
     def overdue(self, limit_s: float) -> list[str]:
         """Queued requests that wait longer than `limit_s`."""
         now = self._clock()
-        return [entry.request_id for entry in self._queue.values() if now - entry.since_s > limit_s]
+        return [entry.request_id for entry in self._waiting() if now - entry.since_s > limit_s]
 
-    def retry_after_s(self) -> float:
-        """Seconds until the present queue has drained at the rate of the last minute."""
-        now = self._clock()
-        recent = [moment for moment in self._departures if now - moment <= _RATE_WINDOW_S]
-        if len(recent) < 2:
+    def retry_after_s(self, priority: Priority = "interactive") -> float:
+        """Whole seconds until those who wait now, and would go first, have been handed over."""
+        wait_s = self._wait_s(priority)
+        if wait_s is None:
             return _RETRY_UNKNOWN_S
-        rate = len(recent) / max(now - recent[0], 1e-3)
-        wait_s = (len(self._queue) + 1) / rate
-        return float(min(max(math.ceil(wait_s), _RETRY_MIN_S), _RETRY_MAX_S))
+        return float(min(max(round(wait_s), _RETRY_MIN_S), _RETRY_MAX_S))
 
-    def _refuse_if_full(self, prompt_tokens: int) -> None:
-        full = (
-            (len(self._queue) + 1, self._max_requests, "waiting requests"),
-            (len(self._queue) + len(self._handed) + 1, self._max_ongoing, "requests in all"),
-            (self._tokens + prompt_tokens if self._queue else 0, self._max_tokens, "prompt tokens"),
+    def _wait_s(self, priority: Priority) -> float | None:
+        kinds: tuple[Priority, ...] = ("interactive",)
+        if priority == "batch":
+            kinds = ("interactive", "batch")
+        return self._rate.wait_s(
+            entry.tokens_at_most for kind in kinds for entry in self._queues[kind].values()
         )
-        for size, limit, what in full:
+
+    def _waiting(self) -> Iterator[Waiting]:
+        for queue in self._queues.values():
+            yield from queue.values()
+
+    def _first(self) -> Waiting | None:
+        heads = {
+            priority: next(iter(queue.values()))
+            for priority, queue in self._queues.items()
+            if queue
+        }
+        batch = heads.get("batch")
+        first = heads.get("interactive", batch)
+        if first is None or batch is None:
+            return first
+        return batch if batch.since_s + BATCH_PATIENCE_S < first.since_s else first
+
+    def _refuse_if_full(self, prompt_tokens: int, priority: Priority) -> None:
+        queued, tokens = self.queued_requests, self.queued_prompt_tokens
+        most_requests, most_tokens, whose = self._max_requests, self._max_tokens, ""
+        if priority == "batch":
+            most_requests = max(1, int(most_requests * BATCH_SHARE))
+            most_tokens = max(1, int(most_tokens * BATCH_SHARE))
+            queued, tokens = len(self._queues["batch"]), self._tokens["batch"]
+            whose = " of priority batch"
+        checks = (
+            (queued + 1, most_requests, f"waiting requests{whose}"),
+            (self.queued_requests + 1, self._max_requests, "waiting requests"),
+            (self.queued_requests + len(self._handed) + 1, self._max_ongoing, "requests in all"),
+            (tokens + prompt_tokens if queued else 0, most_tokens, f"prompt tokens{whose}"),
+            (
+                self.queued_prompt_tokens + prompt_tokens if self.queued_requests else 0,
+                self._max_tokens,
+                "prompt tokens",
+            ),
+        )
+        for size, limit, what in checks:
             if size > limit:
-                retry_s = self.retry_after_s()
+                retry_s = self.retry_after_s(priority)
                 raise OverloadedError(
                     f"The queue is full: with this request it would hold {size} {what}, the limit "
                     f"is {limit}. Come back in {retry_s:.0f} s.",
                     retry_s,
                 )
 
+    def _refuse_if_hopeless(self, priority: Priority, patience_s: float) -> None:
+        wait_s = self._wait_s(priority)
+        if wait_s is not None and wait_s > patience_s:
+            retry_s = self.retry_after_s(priority)
+            raise OverloadedError(
+                f"The request would wait about {wait_s:.1f} s, and its deadline is in "
+                f"{patience_s:.1f} s. Come back in {retry_s:.0f} s.",
+                retry_s,
+            )
+
     def _drop(self, request_id: str) -> None:
-        self._tokens -= self._queue.pop(request_id).prompt_tokens
+        for priority, queue in self._queues.items():
+            entry = queue.pop(request_id, None)
+            if entry is not None:
+                self._tokens[priority] -= entry.prompt_tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +12,22 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.handle import DeploymentHandle
 
+from core.errors import SettingsError
 from deployments.gateway import Gateway
 from deployments.http_api import make_http_api
 from deployments.late_receive import listen_late
+from deployments.limits_client import Limits, LimitsClient
 from deployments.node_address import listen_on_node_address_only
 from deployments.settings import REFUSAL_ROOM, ServingSettings, check_sizes
+from deployments.shared_limits import SharedLimits
 from deployments.supervisor import Supervisor
 from deployments.supervisor_client import SupervisorClient
 
 ENGINE_FACTORY = "engine.engine:open_engine"
 GATEWAY = "Gateway"
 SUPERVISOR = "Supervisor"
+LIMITS = "Limits"
+_LIMITS_CALLS = 10_000
 _SHUTDOWN_ROOM_S = 5.0
 _CONSTRUCTOR_TRIES = 2
 _BUSY_RETRY_S = 2
@@ -34,7 +40,12 @@ class GatewayDeployment:
     """A gateway in a Serve replica."""
 
     def __init__(
-        self, model_name: str, model_dir: str, serving: ServingSettings, handle: DeploymentHandle
+        self,
+        model_name: str,
+        model_dir: str,
+        serving: ServingSettings,
+        handle: DeploymentHandle,
+        limits: DeploymentHandle | None = None,
     ) -> None:
         listen_on_node_address_only()
         listen_late()
@@ -46,6 +57,7 @@ class GatewayDeployment:
             serving,
             SupervisorClient(handle),
             self._model_state if may_idle else None,
+            None if limits is None else LimitsClient(SharedLimits(limits), uuid.uuid4().hex),
         )
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -55,6 +67,17 @@ class GatewayDeployment:
     async def status(self) -> dict[str, float]:
         """Plain numbers about this process."""
         return self._gateway.status()
+
+    async def reload_keys(self) -> int | str:
+        """Read the keys file again: the number of keys, or why the old ones stay."""
+        try:
+            return await asyncio.to_thread(self._gateway.access.reload)
+        except SettingsError as error:
+            return str(error)
+
+    async def tenants(self) -> dict[str, dict[str, int]]:
+        """What limited tenants use now, of this gateway or, where there are several, of all."""
+        return await self._gateway.limits.counts()
 
     async def _model_state(self) -> str:
         """ "running" with a running replica, Serve's word for trouble, else "idle"."""
@@ -103,6 +126,7 @@ def application(
     )
     settings = {"model": str(model_dir), "engine": engine, "pool": pool}
     gateway = serve.deployment(GatewayDeployment, name=GATEWAY).options(
+        num_replicas=serving.gateways,
         # Admission is the supervisors' matter; the gateway only has to hold what they hold.
         max_ongoing_requests=(ongoing + REFUSAL_ROOM) * serving.replicas + REFUSAL_ROOM,
         max_queued_requests=REFUSAL_ROOM,
@@ -112,4 +136,12 @@ def application(
         logging_config=_LOGGING,
     )
     handle = supervisor.bind(str(model_dir), serving, engine_factory, settings)
-    return gateway.bind(model_name, str(model_dir), serving, handle)
+    if serving.gateways == 1:
+        return gateway.bind(model_name, str(model_dir), serving, handle)
+    # Tenants' limits hold for the service, so several gateways count in one place.
+    limits = serve.deployment(Limits, name=LIMITS).options(
+        max_ongoing_requests=_LIMITS_CALLS,
+        ray_actor_options={"num_cpus": 0.1},
+        logging_config=_LOGGING,
+    )
+    return gateway.bind(model_name, str(model_dir), serving, handle, limits.bind())

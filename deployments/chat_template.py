@@ -28,11 +28,17 @@ class ChatTemplate:
         """Read the template and the special tokens it may print."""
         return cls(model_files.chat_template(model_dir), model_files.special_tokens(model_dir))
 
-    def render(self, messages: list[dict[str, Any]], kwargs: dict[str, Any]) -> str:
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        kwargs: dict[str, Any],
+        own: dict[str, Any] | None = None,
+    ) -> str:
         """The prompt, ending where the assistant's turn begins.
 
-        `kwargs` are the request's own arguments to the template. Raises RequestError with the
-        template's message when it refuses.
+        `kwargs` are the request's own arguments to the template, `own` those that the gateway
+        makes of its fields (tools). Raises RequestError with the template's message when it
+        refuses.
         """
         if self._source is None:
             raise RequestError(
@@ -48,7 +54,7 @@ class ChatTemplate:
                 conversations=[messages],
                 chat_template=self._source,
                 add_generation_prompt=True,
-                **{**self._special_tokens, **kwargs},
+                **{**self._special_tokens, **kwargs, **(own or {})},
             )
         # A template is a program over the request's values: whatever it raises, it refused them.
         except Exception as error:

@@ -7,8 +7,8 @@ from collections import deque
 
 import msgspec
 
-from core.step import TokenLogprob
-from deployments.token_pieces import TokenPieces
+from core.step import SequenceOutput, TokenLogprob
+from engine.token_pieces import TokenPieces
 
 _CONTINUATION = range(0x80, 0xC0)
 _PROMPT_TAIL_TOKENS = 8
@@ -19,8 +19,25 @@ class PieceLogprob(msgspec.Struct, frozen=True):
 
     token: str
     data: bytes
-    logprob: float
+    logprob: float | None
+    """None for a prompt's first token, which nothing comes before."""
     top: tuple[tuple[str, bytes, float], ...] = ()
+    token_id: int = -1
+    """Told for a prompt's tokens only, as are `top_ids`."""
+    top_ids: tuple[int, ...] = ()
+
+
+def prompt_piece(pieces: TokenPieces, token_id: int, logprob: TokenLogprob | None) -> PieceLogprob:
+    """A token of a prompt; the first has no log-probability."""
+    top = () if logprob is None else logprob.top
+    return PieceLogprob(
+        pieces.name(token_id),
+        pieces.text(token_id),
+        None if logprob is None else logprob.logprob,
+        tuple((pieces.name(i), pieces.text(i), p) for i, p in top),
+        token_id,
+        tuple(i for i, _ in top),
+    )
 
 
 class Detokenizer:
@@ -33,9 +50,15 @@ class Detokenizer:
     """
 
     def __init__(
-        self, pieces: TokenPieces, prompt_ids: tuple[int, ...], stop: tuple[str, ...] = ()
+        self,
+        pieces: TokenPieces,
+        prompt_ids: tuple[int, ...],
+        stop: tuple[str, ...] = (),
+        special_text: tuple[int, ...] = (),
     ) -> None:
+        """`special_text`: special tokens that stand in the text by their names."""
         self._pieces = pieces
+        self._special_text = frozenset(special_text)
         self._stop = tuple(text for text in stop if text)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""
@@ -54,9 +77,12 @@ class Detokenizer:
 
         After a push that sets `stopped_by`, the text is complete: no push, no flush follows.
         """
-        data = self._pieces.text(token_id)
-        if self._fresh and data:
-            data = self._first(data)
+        if token_id in self._special_text:
+            data = self._pieces.name(token_id).encode()
+        else:
+            data = self._pieces.text(token_id)
+            if self._fresh and data:
+                data = self._first(data)
         text = self._decoder.decode(data)
         begin_chars = self._produced_chars
         self._held += text
@@ -86,6 +112,13 @@ class Detokenizer:
         pieces = [piece for _, _, piece in self._waiting]
         self._waiting.clear()
         return text, pieces
+
+    def end(self, output: SequenceOutput) -> PieceLogprob | None:
+        """The token that ended the sequence, where its log-probability was asked for."""
+        if output.end_token_id is None or output.end_logprob is None:
+            return None
+        piece = self._piece(output.end_token_id, output.end_logprob)
+        return msgspec.structs.replace(piece, data=b"")
 
     def _first(self, data: bytes) -> bytes:
         self._fresh = False

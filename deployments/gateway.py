@@ -5,6 +5,7 @@ Nothing here imports torch or Ray; `supervisor_client` is the way to the model.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import sys
@@ -12,60 +13,48 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Literal, Protocol
 
-from core.errors import CoterieError, EngineUnavailableError, RequestError
+from core.errors import CoterieError, RequestError
 from core.request import Request
+from deployments.access import Access
+from deployments.answer_form import AnswerForm
+from deployments.caller import NOBODY, Caller
+from deployments.joined_streams import JoinedStreams
+from deployments.limits_client import Limits, LimitsClient
+from deployments.metered_supervisors import MeteredSupervisors, Supervisors
+from deployments.metrics_page import metrics_page
 from deployments.openai_errors import (
     ContextLengthError,
     ModelNotFoundError,
     envelope,
     exception_of,
 )
+from deployments.openai_logprobs import Json
 from deployments.openai_schema import (
     Body,
     ChatRequest,
     CompletionRequest,
-    SamplingFields,
+    DetokenizeRequest,
+    TokenizeRequest,
     parse_body,
 )
-from deployments.openai_stream import DONE, Answer, Json, event
+from deployments.openai_stream import DONE, Answer, event
+from deployments.output_formats import OutputFormats
+from deployments.prompt_text import PromptText
 from deployments.rank_channel import RankInfo
+from deployments.sampling_fields import SamplingFields
 from deployments.settings import ServingSettings
+from deployments.structured_fields import structure_of
 from deployments.text_delta import Batch, Failure, Generation, TextDelta
 from deployments.tokenizer_worker import TokenizerWorker
+from deployments.tool_use import OutputPlan, ToolUse
 from engine.sampling_defaults import sampling_defaults
 
 log = logging.getLogger("ray.serve")
 
 _STATUS_TIMEOUT_S = 2.0
-
-
-class BatchStream(Protocol):
-    """The batches of one request, until it ends or is cancelled."""
-
-    def __aiter__(self) -> AsyncIterator[Batch]:
-        """Itself."""
-
-    async def __anext__(self) -> Batch:
-        """The next batch."""
-
-    def cancel(self) -> None:
-        """Free the request's place; may be repeated."""
-
-
-class Supervisors(Protocol):
-    """What a gateway needs of the model's replicas."""
-
-    def generate(self, generation: Generation) -> BatchStream:
-        """Start a request."""
-
-    async def info(self, timeout_s: float) -> RankInfo:
-        """What a replica says of its model."""
-
-    async def statuses(self, timeout_s: float) -> list[dict[str, float]]:
-        """One status a running replica."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,33 +75,78 @@ class Gateway:
         serving: ServingSettings,
         supervisors: Supervisors,
         idle_status: Callable[[], Awaitable[str]] | None = None,
+        limits: LimitsClient | None = None,
     ) -> None:
-        """`idle_status` tells the model deployment's state where it may run zero replicas."""
+        """`idle_status` tells the model deployment's state where it may run zero replicas.
+
+        `limits` are shared ones; left out, this gateway counts alone. Raises SettingsError.
+        """
         self.model_name = model_name
         self.serving = serving
-        self._supervisors = supervisors
+        self.access = Access(serving)
+        self.limits = limits or LimitsClient(Limits(), "alone")
+        self._supervisors = MeteredSupervisors(supervisors, serving.replicas)
         self._idle_status = idle_status
         self._tokenizer = TokenizerWorker.open(model_dir)
+        self._formats = OutputFormats.open(model_dir, serving)
         self._defaults = sampling_defaults(model_dir)
         self._started = int(time.time())
         self._info: RankInfo | None = None
         self._open_requests = 0
 
-    async def chat(self, body: bytes) -> Json | EventStream:
+    async def chat(self, body: bytes, caller: Caller = NOBODY) -> Json | EventStream:
         """POST /v1/chat/completions. Raises CoterieError."""
         asked = await self._parse(ChatRequest, body)
-        self._check_model(asked.model)
-        messages = [message.for_template() for message in asked.messages]
-        kwargs = asked.chat_template_kwargs or {}
-        return await self._answer("chat", asked, lambda: self._tokenizer.chat_ids(messages, kwargs))
+        self._check(asked)
+        tools = ToolUse.of(asked, self._formats)
+        ids = await self._tokenizer.chat_ids(
+            self._formats.template_messages(asked.messages),
+            asked.chat_template_kwargs or {},
+            tools.template_kwargs,
+        )
+        return await self._answer(
+            asked, (PromptText(ids),), tools.plan(ids, structure_of(asked)), caller
+        )
 
-    async def completion(self, body: bytes) -> Json | EventStream:
+    async def completion(self, body: bytes, caller: Caller = NOBODY) -> Json | EventStream:
         """POST /v1/completions. Raises CoterieError."""
         asked = await self._parse(CompletionRequest, body)
-        self._check_model(asked.model)
+        self._check(asked)
+        asked.check_prompts(self.serving)
+        add_special = asked.add_special_tokens is not False
+        prompts = []
+        for prompt in asked.prompt:
+            prompts.append(await self._tokenizer.prompt(prompt, add_special, bool(asked.echo)))
+            await asyncio.sleep(0)  # many short ones are as long as a long one
         return await self._answer(
-            "completion", asked, lambda: self._tokenizer.prompt_ids(asked.prompt)
+            asked, tuple(prompts), OutputPlan(structure_of(asked), None, ()), caller
         )
+
+    async def tokenize(self, body: bytes) -> Json:
+        """POST /tokenize, in vLLM's shape. Raises CoterieError."""
+        asked = await self._parse(TokenizeRequest, body)
+        self._check_model(asked.model or self.model_name)
+        asked.check()
+        if asked.messages is not None:
+            messages = self._formats.template_messages(asked.messages)
+            ids = await self._tokenizer.chat_ids(messages, asked.chat_template_kwargs or {})
+        else:
+            add_special = asked.add_special_tokens is not False
+            ids = (await self._tokenizer.prompt(asked.prompt or "", add_special)).ids
+        info = await self._rank_info()
+        names = self._tokenizer.token_texts(ids) if asked.return_token_strs else None
+        return {
+            "count": len(ids),
+            "max_model_len": info.context_tokens,
+            "tokens": ids,
+            "token_strs": names,
+        }
+
+    async def detokenize(self, body: bytes) -> Json:
+        """POST /detokenize, in vLLM's shape. Raises CoterieError."""
+        asked = await self._parse(DetokenizeRequest, body)
+        self._check_model(asked.model or self.model_name)
+        return {"prompt": await self._tokenizer.text(tuple(asked.tokens))}
 
     def models(self) -> Json:
         """GET /v1/models."""
@@ -136,6 +170,11 @@ class Gateway:
         counts = {"replicas": len(statuses), "ready_replicas": ready}
         return ready > 0, {"ready": ready > 0, **counts}
 
+    async def metrics(self) -> bytes:
+        """GET /metrics: what the running replicas count, in Prometheus' text format."""
+        statuses = await self._supervisors.statuses(_STATUS_TIMEOUT_S)
+        return metrics_page(self.model_name, statuses)
+
     def status(self) -> dict[str, float]:
         """Plain numbers about this process."""
         return {
@@ -144,81 +183,131 @@ class Gateway:
             "open_requests": self._open_requests,
         }
 
+    def _check(self, asked: SamplingFields) -> None:
+        """What needs no token ids. Raises RequestError."""
+        self._check_model(asked.model)
+        asked.check_stream()
+        asked.stop_strings(self.serving)
+        asked.answers(self.serving)
+
     async def _answer(
         self,
-        endpoint: Literal["chat", "completion"],
         asked: SamplingFields,
-        tokenise: Callable[[], Awaitable[tuple[int, ...]]],
+        prompts: tuple[PromptText, ...],
+        plan: OutputPlan,
+        caller: Caller,
     ) -> Json | EventStream:
-        if asked.stream_options is not None and not asked.stream:
-            raise RequestError("stream_options needs stream to be true.", "stream_options")
+        chat = isinstance(asked, ChatRequest)
+        stream = bool(asked.stream)
+        made = asked.answers(self.serving)
+        asked.check_scores(sum(len(prompt.ids) for prompt in prompts), self.serving)
+        form = AnswerForm(
+            chat=chat,
+            request_id=f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
+            model=self.model_name,
+            prompts=prompts,
+            made=made,
+            given=asked.choices(self.serving),
+            logprobs=asked.logprobs_count() is not None,
+            prompt_logprobs=asked.prompt_logprobs is not None,
+            echo=isinstance(asked, CompletionRequest) and bool(asked.echo),
+            include_usage=asked.include_usage,
+            continuous_usage=asked.continuous_usage,
+            parser=plan.new_parser,
+        )
+        requests = await self._requests(asked, form, plan, caller)
         stop = asked.stop_strings(self.serving)
-        choices = asked.choices(self.serving)
-        prompt_ids = await tokenise()
-        request = await self._request(endpoint, asked, prompt_ids, choices)
-        stream = self._supervisors.generate(
-            Generation(request=request, stop=stop, stream=bool(asked.stream))
-        )
-        answer = Answer(
-            endpoint,
-            request.request_id,
-            self.model_name,
-            len(prompt_ids),
-            request.params.logprobs is not None,
-            asked.include_usage,
-        )
+        generations = [
+            Generation(request=request, stop=stop, stream=stream, special_text=plan.special_text)
+            for request in requests
+        ]
+        batches = JoinedStreams([self._supervisors.generate(x) for x in generations], made)
+        answer = Answer(form)
         self._open_requests += 1
         try:
             # The first batch decides the HTTP status: a refusal is no stream.
-            first = await _first_batch(stream)
+            first = await _checked(batches.first())
+            if not stream:
+                deltas = await _all_deltas(first, batches, len(prompts))
+                size = sum(delta.size for delta in deltas)
+                body = await self._tokenizer.run(size, lambda: answer.body(deltas))
         except BaseException:
-            self._close(stream)
+            self._close(batches)
             raise
-        if not asked.stream:
-            self._close(stream)
-            return answer.body([delta for delta in first if isinstance(delta, TextDelta)])
-        open_stream = [stream]
+        if not stream:
+            self._close(batches)
+            return body
+        open_streams = [batches]
 
         def cancel() -> None:
-            if open_stream:
-                self._close(open_stream.pop())
+            if open_streams:
+                self._close(open_streams.pop())
 
-        return EventStream(_events(answer, first, stream), cancel)
+        return EventStream(self._events(answer, first, batches), cancel)
 
-    async def _request(
-        self,
-        endpoint: str,
-        asked: SamplingFields,
-        prompt_ids: tuple[int, ...],
-        choices: int,
-    ) -> Request:
-        param = "messages" if endpoint == "chat" else "prompt"
-        if not prompt_ids:
-            raise RequestError("The prompt has no tokens.", param)
-        info = await self._rank_info()
-        if max(prompt_ids) >= info.vocab_size:
-            raise RequestError(
-                f"expected token ids from 0 to {info.vocab_size - 1}, found {max(prompt_ids)}.",
-                param,
-            )
+    async def _events(
+        self, answer: Answer, first: Batch, rest: JoinedStreams
+    ) -> AsyncIterator[bytes]:
+        """Server-sent events of a started stream; a failure is one event before the end mark."""
+        batch: Batch | None = first
         try:
-            params = asked.sampling(
-                len(prompt_ids),
-                info.context_tokens,
-                info.vocab_size,
-                self._defaults,
-                self.serving.default_max_tokens,
+            while batch is not None:
+                deltas = [delta for delta in batch if isinstance(delta, TextDelta)]
+                failures = [delta for delta in batch if isinstance(delta, Failure)]
+                if failures:
+                    raise exception_of(failures[0])
+                size = sum(delta.size for delta in deltas)
+                yield await self._tokenizer.run(size, partial(answer.all_events, deltas))
+                batch = await anext(rest, None)
+        # The status line is gone: whatever happens now must be said in the stream, and once.
+        except Exception as error:
+            if not isinstance(error, CoterieError):
+                log.exception("A stream broke")
+            yield event(envelope(error)[1]) + DONE
+            return
+        yield answer.last_events()
+
+    async def _requests(
+        self, asked: SamplingFields, form: AnswerForm, plan: OutputPlan, caller: Caller
+    ) -> list[Request]:
+        """One request to the engine for each prompt. Raises RequestError."""
+        param = "messages" if form.chat else "prompt"
+        info = await self._rank_info()
+        now_s = time.time()
+        requests = []
+        for number, prompt in enumerate(form.prompts):
+            if not prompt.ids:
+                raise RequestError("The prompt has no tokens.", param)
+            if max(prompt.ids) >= info.vocab_size:
+                raise RequestError(
+                    f"expected token ids from 0 to {info.vocab_size - 1}, found {max(prompt.ids)}.",
+                    param,
+                )
+            try:
+                params = asked.sampling(
+                    len(prompt.ids),
+                    info.context_tokens,
+                    info.vocab_size,
+                    self._defaults,
+                    self.serving.default_max_tokens,
+                    plan.structure,
+                )
+            except ContextLengthError as error:
+                raise ContextLengthError(str(error), error.param or param) from error
+            suffix = f"-{number}" if number else ""
+            requests.append(
+                Request(
+                    request_id=form.request_id + suffix,
+                    prompt_ids=prompt.ids,
+                    params=params,
+                    n=form.made,
+                    tenant=caller.tenant,
+                    arrival_s=now_s,
+                    priority=asked.priority,
+                    deadline_s=caller.deadline_s,
+                )
             )
-        except ContextLengthError as error:
-            raise ContextLengthError(str(error), error.param or param) from error
-        prefix = "chatcmpl" if endpoint == "chat" else "cmpl"
-        return Request(
-            request_id=f"{prefix}-{uuid.uuid4().hex}",
-            prompt_ids=prompt_ids,
-            params=params,
-            n=choices,
-            arrival_s=time.time(),
-        )
+        return requests
 
     async def _parse(self, model: type[Body], body: bytes) -> Body:
         # Parsing is native code: sixteen bytes cost about what a character costs elsewhere.
@@ -235,35 +324,20 @@ class Gateway:
             self._info = await self._supervisors.info(self.serving.rank_wait_s)
         return self._info
 
-    def _close(self, stream: BatchStream) -> None:
+    def _close(self, batches: JoinedStreams) -> None:
         self._open_requests -= 1
-        stream.cancel()
+        batches.cancel()
 
 
-async def _first_batch(stream: BatchStream) -> Batch:
-    try:
-        batch = await anext(stream)
-    except StopAsyncIteration as end:
-        raise EngineUnavailableError("The model's replica gave no answer.") from end
+async def _checked(coming: Awaitable[Batch]) -> Batch:
+    """A batch; a failure that no text comes before is raised."""
+    batch = await coming
     if isinstance(batch[0], Failure):
         raise exception_of(batch[0])
     return batch
 
 
-async def _events(answer: Answer, first: Batch, rest: BatchStream) -> AsyncIterator[bytes]:
-    """Server-sent events of a started stream; a failure is one error event before the end mark."""
-    batch: Batch | None = first
-    try:
-        while batch is not None:
-            for delta in batch:
-                if isinstance(delta, Failure):
-                    raise exception_of(delta)
-            yield b"".join(answer.events(x) for x in batch if isinstance(x, TextDelta))
-            batch = await anext(rest, None)
-    # The status line is gone: whatever happens now must be said in the stream, and once.
-    except Exception as error:
-        if not isinstance(error, CoterieError):
-            log.exception("A stream broke")
-        yield event(envelope(error)[1]) + DONE
-        return
-    yield answer.last_events()
+async def _all_deltas(first: Batch, rest: JoinedStreams, prompts: int) -> list[TextDelta]:
+    """The deltas of an unstreamed answer: one batch a prompt."""
+    batches = [first, *[await _checked(rest.first()) for _ in range(prompts - 1)]]
+    return [delta for batch in batches for delta in batch if isinstance(delta, TextDelta)]

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Coroutine
+from importlib import metadata
 from typing import Any, TypeVar
 
 import msgspec
@@ -16,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from core.errors import CoterieError
 from deployments.gateway import EventStream, Gateway
+from deployments.metrics_page import CONTENT_TYPE as METRICS_TYPE
 from deployments.openai_errors import (
     HTTP_CODES,
     BodyTooLargeError,
@@ -23,11 +25,14 @@ from deployments.openai_errors import (
     envelope,
     error_object,
 )
+from deployments.openapi_page import openapi, page
 from deployments.proxy_guard import SCOPE_BODY, refused_header
+from deployments.request_gate import add_gate, caller_of
 
 log = logging.getLogger("ray.serve")
 
 _CLIENT_GONE = 499
+_PAGE_HEADERS = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"}
 Result = TypeVar("Result")
 
 
@@ -40,12 +45,20 @@ def make_http_api(gateway: Gateway) -> FastAPI:
     @api.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
         body = await _body(request, gateway)
-        return await _while_connected(request, gateway.chat(body))
+        return await _while_connected(request, gateway.chat(body, caller_of(request)))
 
     @api.post("/v1/completions")
     async def completions(request: Request) -> Response:
         body = await _body(request, gateway)
-        return await _while_connected(request, gateway.completion(body))
+        return await _while_connected(request, gateway.completion(body, caller_of(request)))
+
+    @api.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        return JsonBytes(await gateway.tokenize(await _body(request, gateway)))
+
+    @api.post("/detokenize")
+    async def detokenize(request: Request) -> Response:
+        return JsonBytes(await gateway.detokenize(await _body(request, gateway)))
 
     @api.get("/v1/models")
     async def models() -> Response:
@@ -54,6 +67,21 @@ def make_http_api(gateway: Gateway) -> FastAPI:
     @api.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
         return JsonBytes(gateway.model(name))
+
+    document = openapi(metadata.version("coterie"))
+    html = page(document)
+
+    @api.get("/openapi.json")
+    async def description() -> Response:
+        return JsonBytes(document)
+
+    @api.get("/docs")
+    async def docs() -> Response:
+        return Response(html, media_type="text/html", headers=_PAGE_HEADERS)
+
+    @api.get("/metrics")
+    async def metrics() -> Response:
+        return Response(await gateway.metrics(), media_type=METRICS_TYPE)
 
     @api.get("/health")
     async def health() -> Response:
@@ -86,6 +114,7 @@ def make_http_api(gateway: Gateway) -> FastAPI:
         status, body, headers = envelope(error)
         return JsonBytes(body, status_code=status, headers=headers)
 
+    add_gate(api, gateway.serving, gateway.access, gateway.limits)
     return api
 
 

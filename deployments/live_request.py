@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 
 from core.errors import CoterieError, EngineUnavailableError
 from core.step import SequenceOutput
-from deployments.detokenizer import Detokenizer, PieceLogprob
+from deployments.detokenizer import Detokenizer, PieceLogprob, prompt_piece
 from deployments.text_delta import Batch, Delta, Failure, Generation, TextDelta
-from deployments.token_pieces import TokenPieces
+from engine.token_pieces import TokenPieces
 
 
 class LiveRequest:
@@ -18,8 +18,13 @@ class LiveRequest:
     def __init__(self, generation: Generation, pieces: TokenPieces) -> None:
         self.request = generation.request
         self._stream = generation.stream
+        self._pieces = pieces
+        self._scored: list[PieceLogprob] = []
+        """The prompt's tokens, where their log-probabilities are asked for, as far as they are."""
+        if self.request.params.prompt_logprobs is not None:
+            self._scored.append(prompt_piece(pieces, self.request.prompt_ids[0], None))
         self._texts = [
-            Detokenizer(pieces, self.request.prompt_ids, generation.stop)
+            Detokenizer(pieces, self.request.prompt_ids, generation.stop, generation.special_text)
             for _ in range(self.request.n)
         ]
         self._open = set(range(self.request.n))
@@ -43,8 +48,15 @@ class LiveRequest:
             return False
         if output.finish_reason in ("error", "cancelled"):
             message = output.error or "the engine gave the request up"
-            self.fail(Failure(error_type=output.error_type or "CoterieError", message=message))
+            kind = output.error_type or "CoterieError"
+            self.fail(Failure(error_type=kind, message=message, param=output.error_param))
             return False
+        if output.prompt_logprobs:
+            for score in output.prompt_logprobs:
+                token_id = self.request.prompt_ids[len(self._scored)]
+                self._scored.append(prompt_piece(self._pieces, token_id, score))
+            if not output.token_ids and output.finish_reason is None:
+                return False  # parts of a prompt come together, with its first text
         text = self._texts[output.index]
         parts: list[str] = []
         pieces: list[PieceLogprob] = []
@@ -73,6 +85,8 @@ class LiveRequest:
                 finish_reason=reason,
                 completion_tokens=output.completion_tokens - unseen,
                 cached_tokens=output.cached_tokens,
+                end_piece=text.end(output) if text.stopped_by is None else None,
+                prompt_pieces=self._scored_prompt(output.index),
             )
         )
         return text.stopped_by is not None and output.finish_reason is None
@@ -98,6 +112,12 @@ class LiveRequest:
             yield batch if self._stream else _merged(batch)
             if self.done and not self._pending:
                 return
+
+    def _scored_prompt(self, index: int) -> tuple[PieceLogprob, ...]:
+        """The prompt's tokens with the first delta of the first choice, where asked for."""
+        if index != 0 or index in self._started:
+            return ()
+        return tuple(self._scored)
 
     def _emit(self, delta: TextDelta) -> None:
         first = delta.index not in self._started
@@ -130,6 +150,8 @@ def _merged(batch: Batch) -> Batch:
                 finish_reason=mine[-1].finish_reason,
                 completion_tokens=mine[-1].completion_tokens,
                 cached_tokens=mine[-1].cached_tokens,
+                end_piece=mine[-1].end_piece,
+                prompt_pieces=mine[0].prompt_pieces,
             )
         )
     return tuple(merged)

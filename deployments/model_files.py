@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 
 from core.errors import CheckpointError
 from core.json_file import read_json_object
-from deployments.token_pieces import TokenizerPieces
+from engine.token_pieces import TokenizerPieces
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
 

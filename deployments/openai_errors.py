@@ -22,6 +22,26 @@ class BodyTooLargeError(RequestError):
     """The request body is larger than the limit."""
 
 
+class AccessError(RequestError):
+    """The request has no key, or one that is not known here."""
+
+
+class TenantLimitError(RequestError):
+    """A tenant asks for more than it is given. `retry_after_s` says when to come back."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class DeadlineError(RequestError):
+    """The request's own deadline passed before its answer was complete."""
+
+
+class OperatorCancelledError(RequestError):
+    """An operator ended the request."""
+
+
 @dataclass(frozen=True, slots=True)
 class ErrorKind:
     """How one class of exceptions looks to a client."""
@@ -38,6 +58,11 @@ TABLE: dict[type[Exception], ErrorKind] = {
     ModelNotFoundError: ErrorKind(404, _INVALID, "model_not_found"),
     ContextLengthError: ErrorKind(400, _INVALID, "context_length_exceeded"),
     BodyTooLargeError: ErrorKind(413, _INVALID, "body_too_large"),
+    AccessError: ErrorKind(401, _INVALID, "invalid_api_key"),
+    TenantLimitError: ErrorKind(429, "rate_limit_error", "rate_limit_exceeded"),
+    # Clients try 408 again by themselves; what came too late once may come in time later.
+    DeadlineError: ErrorKind(408, "timeout_error", "deadline_exceeded"),
+    OperatorCancelledError: ErrorKind(403, _INVALID, "cancelled_by_operator"),
     RequestError: ErrorKind(400, _INVALID, None),
     OverloadedError: ErrorKind(503, "overloaded_error", "overloaded"),
     errors.EngineUnavailableError: ErrorKind(503, _SERVER, "engine_unavailable"),
@@ -77,8 +102,10 @@ def envelope(error: Exception) -> tuple[int, dict[str, dict[str, str | None]], d
     message = str(error) if foreseen else "The server met an unforeseen error."
     param = error.param if isinstance(error, RequestError) else None
     headers = {}
-    if isinstance(error, OverloadedError):
+    if isinstance(error, OverloadedError | TenantLimitError):
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+    elif isinstance(error, AccessError):
+        headers["www-authenticate"] = 'Bearer realm="coterie"'
     elif kind.status == 503:
         headers["retry-after"] = "5"
     return kind.status, error_object(message, kind, param), headers

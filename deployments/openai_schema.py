@@ -1,251 +1,150 @@
-"""What a request body may hold: strict models of the two endpoints, and what they mean.
+"""What a request body may hold: strict models of the endpoints, and how a fault in one is told.
 
 Fields of OpenAI's API come first, then the extensions that vLLM made common. A field that is not
-listed is refused by name, so that nothing a client asks for is dropped in silence.
+listed is refused by name, so that nothing a client asks for is dropped in silence. Known fields
+that are not served pass where their value changes nothing, and are refused with the reason else.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
-from pydantic_core import PydanticCustomError
+from pydantic import Field, PlainValidator, ValidationError, WithJsonSchema
 
 from core.errors import RequestError
-from core.request import SamplingParams
-from deployments.openai_errors import ContextLengthError
+from deployments.field_kinds import Count, Label, Strict, TokenId, Unsupported, fault
+from deployments.openai_messages import MAX_MESSAGES, Message
+from deployments.sampling_fields import SamplingFields
 from deployments.settings import ServingSettings
+from deployments.tool_fields import ToolFields
 
-_INT64 = 2**63 - 1
-_MAX_LIST = 1024
-MAX_MESSAGES = 4096
+MAX_PROMPTS = 4096
+"""Prompts that a body is read for; the setting serving.max_prompts lies below."""
 
-Count = Annotated[int, Field(ge=0, le=_INT64)]
-TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
-Number = Annotated[float, Field(allow_inf_nan=False)]
-
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+Prompt = str | tuple[int, ...]
+TopCount = Annotated[int, Field(ge=0, le=20)]
 
 
-class StreamOptions(_Strict):
-    """How a stream ends."""
+def _prompts(value: Any) -> tuple[Prompt, ...]:
+    """One prompt or a list of them, each a text or a list of token ids; none may be empty."""
+    if isinstance(value, str) or (isinstance(value, list) and value and _is_token(value[0])):
+        return (_prompt(value),)
+    if not isinstance(value, list):
+        raise fault("expected a text, a list of token ids, or a list of those")
+    if not 1 <= len(value) <= MAX_PROMPTS:
+        raise fault(f"expected 1 to {MAX_PROMPTS} prompts, found {len(value)}")
+    return tuple(_prompt(prompt) for prompt in value)
 
-    include_usage: bool = False
 
-
-class TextFormat(_Strict):
-    """The only response format served now."""
-
-    type: Literal["text"]
-
-
-def _content(value: Any) -> str:
-    """A message's content as one text: a text, or text parts joined by line ends."""
+def _prompt(value: Any) -> Prompt:
     if isinstance(value, str):
+        if not value:
+            raise fault("expected at least one character, found an empty text")
         return value
-    parts = value if isinstance(value, list) and 0 < len(value) <= _MAX_LIST else [None]
-    texts = [str(part["text"]) for part in parts if isinstance(part, dict) and _is_text_part(part)]
-    if len(texts) != len(parts):
-        raise _fault('expected a text, or a list of parts {"type": "text", "text": ...}')
-    return "\n".join(texts)
+    if not isinstance(value, list):
+        raise fault("expected a text, a list of token ids, or a list of those")
+    if not value:
+        raise fault("expected at least one token id, found an empty list")
+    if not all(_is_token(token) for token in value):
+        raise fault("expected token ids: whole numbers from 0 to 2147483647")
+    return tuple(value)
 
 
-def _is_text_part(part: dict[str, Any]) -> bool:
-    return (
-        part.keys() == {"type", "text"} and part["type"] == "text" and isinstance(part["text"], str)
-    )
+def _is_token(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**31
 
 
-def _stop(value: Any) -> tuple[str, ...] | None:
-    """One stop string or a list of them; lengths are checked against the limits later."""
+def _metadata(value: Any) -> dict[str, str] | None:
+    """OpenAI's labels of a stored answer: taken and not used, as nothing is stored."""
     if value is None:
         return None
-    texts = [value] if isinstance(value, str) else value
-    if not isinstance(texts, list):
-        raise _fault("expected a text or a list of texts")
-    if len(texts) > _MAX_LIST:
-        raise _fault(f"expected at most {_MAX_LIST} texts, found {len(texts)}")
-    if not all(isinstance(text, str) for text in texts):
-        raise _fault("expected a text or a list of texts")
-    return tuple(texts)
+    if not isinstance(value, dict) or len(value) > 16:
+        raise fault("expected at most 16 pairs of texts")
+    if not all(isinstance(text, str) and len(text) <= 512 for text in value.values()):
+        raise fault("expected at most 16 pairs of texts of up to 512 characters")
+    return value
 
 
-def _prompt(value: Any) -> str | tuple[int, ...]:
-    """One text, or one list of token ids; neither may be empty."""
-    if isinstance(value, str):
-        if not value:
-            raise _fault("expected at least one character, found an empty text")
-        return value
-    if isinstance(value, list):
-        if not value:
-            raise _fault("expected at least one token id, found an empty list")
-        if all(type(token) is int and 0 <= token < 2**31 for token in value):
-            return tuple(value)
-        if isinstance(value[0], str | list):
-            raise _fault("a list of prompts is not supported: send one request for each")
-    raise _fault("expected one text or one list of token ids")
+_PROMPT_KINDS = {
+    "anyOf": [
+        {"type": "string", "minLength": 1},
+        {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
+        {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
+        {
+            "type": "array",
+            "items": {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
+            "minItems": 1,
+        },
+    ]
+}
+_LABELS = {
+    "type": ["object", "null"],
+    "maxProperties": 16,
+    "additionalProperties": {"type": "string", "maxLength": 512},
+}
 
 
-def _fault(message: str) -> PydanticCustomError:
-    return PydanticCustomError("coterie", "{message}", {"message": message})
-
-
-class Message(_Strict):
-    """One turn of a chat."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str, PlainValidator(_content)]
-    name: str | None = None
-
-    def for_template(self) -> dict[str, Any]:
-        """The turn as chat templates read it."""
-        named = {} if self.name is None else {"name": self.name}
-        return {"role": self.role, "content": self.content, **named}
-
-
-class SamplingFields(_Strict):
-    """The fields that both endpoints share. None means: left out."""
-
-    model: str
-    max_tokens: Count | None = None
-    temperature: Number | None = None
-    top_p: Number | None = None
-    n: Annotated[int, Field(ge=1, le=_INT64)] | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    stop: Annotated[tuple[str, ...] | None, PlainValidator(_stop)] = None
-    presence_penalty: Number | None = None
-    frequency_penalty: Number | None = None
-    logit_bias: Annotated[dict[str, Number], Field(max_length=_MAX_LIST)] | None = None
-    seed: Annotated[int, Field(ge=-_INT64 - 1, le=_INT64)] | None = None
-    user: str | None = None
-    """A label of the caller's own; taken and not used."""
-    top_k: Annotated[int, Field(ge=-1, le=_INT64)] | None = None
-    """-1 and 0 keep all tokens."""
-    min_p: Number | None = None
-    repetition_penalty: Number | None = None
-    min_tokens: Count | None = None
-    ignore_eos: bool | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=_MAX_LIST)] | None = None
-
-    limit_param: ClassVar[str] = "max_tokens"
-
-    def token_limit(self) -> int | None:
-        """Most tokens to generate, None where the request leaves it out."""
-        return self.max_tokens
-
-    def logprobs_count(self) -> int | None:
-        """Alternatives whose log-probabilities are asked for; None: no log-probabilities."""
-        raise NotImplementedError
-
-    @property
-    def include_usage(self) -> bool:
-        """Whether a stream ends with the usage."""
-        return self.stream_options is not None and self.stream_options.include_usage
-
-    def stop_strings(self, limits: ServingSettings) -> tuple[str, ...]:
-        """Checked against the limits. Raises RequestError."""
-        stop = self.stop or ()
-        if len(stop) > limits.max_stop_strings:
-            raise RequestError(
-                f"expected at most {limits.max_stop_strings} stop strings, found {len(stop)}.",
-                "stop",
-            )
-        for text in stop:
-            if not 1 <= len(text) <= limits.max_stop_chars:
-                raise RequestError(
-                    f"expected stop strings of 1 to {limits.max_stop_chars} characters, found one "
-                    f"of {len(text)}.",
-                    "stop",
-                )
-        return stop
-
-    def choices(self, limits: ServingSettings) -> int:
-        """How many answers are asked for. Raises RequestError."""
-        n = 1 if self.n is None else self.n
-        if n > limits.max_n:
-            raise RequestError(f"expected n between 1 and {limits.max_n}, found {n}.", "n")
-        return n
-
-    def sampling(
-        self,
-        prompt_tokens: int,
-        context_tokens: int,
-        vocab_size: int,
-        defaults: dict[str, float],
-        default_max_tokens: int | None,
-    ) -> SamplingParams:
-        """Sampling parameters for a prompt of known length. Raises RequestError.
-
-        `defaults` come from the model's generation_config.
-        """
-        room = context_tokens - prompt_tokens
-        asked = self.token_limit()
-        if room < 1 or (asked is not None and asked > room):
-            wanted = "left out" if asked is None else str(asked)
-            raise ContextLengthError(
-                f"The prompt has {prompt_tokens} tokens and {self.limit_param} is {wanted}; the "
-                f"limit for both together is {context_tokens} tokens.",
-                self.limit_param if room >= 1 else None,
-            )
-        if asked is None:
-            asked = room if default_max_tokens is None else min(room, default_max_tokens)
-
-        def value(name: str, neutral: float) -> float:
-            given = getattr(self, name)
-            return float(defaults.get(name, neutral) if given is None else given)
-
-        return SamplingParams(
-            max_tokens=asked,
-            temperature=value("temperature", 1.0),
-            top_p=value("top_p", 1.0),
-            top_k=max(0, int(value("top_k", 0))),
-            min_p=value("min_p", 0.0),
-            presence_penalty=self.presence_penalty or 0.0,
-            frequency_penalty=self.frequency_penalty or 0.0,
-            repetition_penalty=value("repetition_penalty", 1.0),
-            seed=self.seed,
-            logit_bias=self._bias(vocab_size),
-            logprobs=self.logprobs_count(),
-            min_tokens=self.min_tokens or 0,
-            ignore_eos=bool(self.ignore_eos),
-            stop_token_ids=tuple(self.stop_token_ids or ()),
-        )
-
-    def _bias(self, vocab_size: int) -> tuple[tuple[int, float], ...]:
-        bias = []
-        for key, value in (self.logit_bias or {}).items():
-            if not (key.isascii() and key.isdigit() and len(key) < 10 and int(key) < vocab_size):
-                raise RequestError(
-                    f"expected token ids from 0 to {vocab_size - 1} as keys of logit_bias, found "
-                    f"{key[:40]!r}.",
-                    "logit_bias",
-                )
-            bias.append((int(key), float(value)))
-        return tuple(bias)
-
-
-class ChatRequest(SamplingFields):
+class ChatRequest(SamplingFields, ToolFields):
     """Body of POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Count | None = None
+    """The newer name of max_tokens."""
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    response_format: TextFormat | None = None
+    top_logprobs: TopCount | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    """Values for the model's own chat template."""
+    metadata: Annotated[
+        dict[str, str] | None, PlainValidator(_metadata), WithJsonSchema(_LABELS)
+    ] = None
+    """Labels; taken and not used, as nothing is stored."""
+    safety_identifier: Label = None
+    prompt_cache_key: Label = None
+    """Taken and not used: equal prompt beginnings of a tenant are found without it."""
+    store: Annotated[None, Unsupported("answers are not stored.", (False,))] = None
+    modalities: Annotated[None, Unsupported("answers are text.", (["text"],))] = None
+    audio: Annotated[None, Unsupported("answers are text.")] = None
+    prediction: Annotated[None, Unsupported("there are no predicted outputs.")] = None
+    verbosity: Annotated[None, Unsupported("ask for it in the messages.")] = None
+    web_search_options: Annotated[None, Unsupported("there is no web search.")] = None
+    moderation: Annotated[None, Unsupported("there is no moderation.")] = None
+    prompt_cache_retention: Annotated[None, Unsupported("the cache holds what it can.")] = None
+    functions: Annotated[None, Unsupported("its newer name is tools.")] = None
+    function_call: Annotated[None, Unsupported("its newer name is tool_choice.")] = None
+    chat_template: Annotated[None, Unsupported("a request cannot bring a template.")] = None
+    echo: Annotated[None, Unsupported("only /v1/completions echoes.", (False,))] = None
+    add_generation_prompt: Annotated[
+        None, Unsupported("the answer is always the assistant's.", (True,))
+    ] = None
+    continue_final_message: Annotated[
+        None, Unsupported("the answer is always a new turn.", (False,))
+    ] = None
+    add_special_tokens: Annotated[
+        None, Unsupported("the template writes them itself.", (False,))
+    ] = None
+
+    @property
+    def limit_param(self) -> str:
+        """max_completion_tokens where that was given."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     def token_limit(self) -> int | None:
-        """max_completion_tokens is the newer name of max_tokens."""
+        """max_completion_tokens is the newer name of max_tokens. Raises RequestError."""
         newer = self.max_completion_tokens
-        return self.max_tokens if newer is None else newer
+        if newer is None:
+            return self.max_tokens
+        if self.max_tokens not in (None, newer):
+            raise RequestError(
+                f"max_completion_tokens ({newer}) and max_tokens ({self.max_tokens}) are two names "
+                "of one limit; send one of them.",
+                "max_completion_tokens",
+            )
+        return newer
 
     def logprobs_count(self) -> int | None:
         """None unless `logprobs` is true."""
         if not self.logprobs:
-            if self.top_logprobs is not None:
+            if self.top_logprobs:
                 raise RequestError("top_logprobs needs logprobs to be true.", "top_logprobs")
             return None
         return self.top_logprobs or 0
@@ -254,17 +153,73 @@ class ChatRequest(SamplingFields):
 class CompletionRequest(SamplingFields):
     """Body of POST /v1/completions."""
 
-    prompt: Annotated[str | tuple[int, ...], PlainValidator(_prompt)]
-    """One text, or one list of token ids."""
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    echo: Literal[False] | None = None
+    prompt: Annotated[tuple[Prompt, ...], PlainValidator(_prompts), WithJsonSchema(_PROMPT_KINDS)]
+    """A text, a list of token ids, or a list of those: choices are numbered through all."""
+    logprobs: TopCount | None = None
+    echo: bool | None = None
+    """The prompt before the answer; max_tokens may be 0 then."""
+    suffix: Annotated[None, Unsupported("no text can be put between two others.")] = None
+    metadata: Annotated[
+        dict[str, str] | None, PlainValidator(_metadata), WithJsonSchema(_LABELS)
+    ] = None
+    store: Annotated[None, Unsupported("answers are not stored.", (False,))] = None
+    add_special_tokens: bool | None = None
+    """Whether a text gets the special tokens that the tokenizer adds; left out: yes."""
+
+    def check_prompts(self, limits: ServingSettings) -> None:
+        """Raises RequestError for more prompts, times answers to each, than the limit."""
+        count = len(self.prompt) * self.answers(limits)
+        if len(self.prompt) > 1 and count > limits.max_prompts:
+            raise RequestError(
+                f"expected at most {limits.max_prompts} answers to a list of prompts, found "
+                f"{len(self.prompt)} prompts with {self.answers(limits)} answers each.",
+                "prompt",
+            )
 
     def logprobs_count(self) -> int | None:
         """The number itself."""
         return self.logprobs
 
+    def prompt_logprobs_count(self) -> int | None:
+        """An echo with log-probabilities tells the prompt's too."""
+        if self.prompt_logprobs is None and self.echo:
+            return 0 if self.logprobs is None and self.max_tokens == 0 else self.logprobs
+        return self.prompt_logprobs
 
-Body = TypeVar("Body", ChatRequest, CompletionRequest)
+    @property
+    def fewest_tokens(self) -> int:
+        """An echo needs no answer."""
+        return 0 if self.echo else 1
+
+
+class TokenizeRequest(Strict):
+    """Body of POST /tokenize: a prompt or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    add_special_tokens: bool | None = None
+    """Of a prompt: whether it gets those that the tokenizer adds; left out: yes."""
+    return_token_strs: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: Annotated[
+        None, Unsupported("messages always end where the answer begins.", (True,))
+    ] = None
+
+    def check(self) -> None:
+        """Raises RequestError unless there is either a prompt or messages."""
+        if (self.prompt is None) == (self.messages is None):
+            raise RequestError("expected either a prompt or messages.", "prompt")
+
+
+class DetokenizeRequest(Strict):
+    """Body of POST /detokenize."""
+
+    model: str | None = None
+    tokens: Annotated[list[TokenId], Field(max_length=10_000_000)]
+
+
+Body = TypeVar("Body", bound=Strict)
 
 
 def parse_body(model: type[Body], body: bytes) -> Body:

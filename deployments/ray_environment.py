@@ -7,6 +7,9 @@ from pathlib import Path
 MAX_BODY_VARIABLE = "COTERIE_PROXY_MAX_BODY_BYTES"
 """Body limit at the HTTP proxy, in bytes; the gateway has its own from the settings."""
 
+KEYS_VARIABLE = "COTERIE_API_KEYS"
+"""API keys separated by commas: KEY, TENANT:KEY, sha256:DIGEST or TENANT:sha256:DIGEST."""
+
 SERVE_ENVIRONMENT = {
     # Serve's flags are read when it is imported, in every process: streams of single tokens are
     # several times faster with the first one; the second keeps HTTP at the proxy, on one port.

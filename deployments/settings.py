@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -11,6 +11,11 @@ from core.errors import SettingsError
 
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
+ToolParser = Literal[
+    "auto", "none", "hermes", "qwen3_coder", "glm4", "mistral", "mistral_v11", "deepseek_v3",
+    "deepseek_v31", "harmony", "llama3_json", "llama_pythonic",
+]  # fmt: skip
+ReasoningParser = Literal["auto", "none", "think", "mistral_think"]
 
 
 class ObjectiveSettings(ConfigModel):
@@ -31,6 +36,8 @@ class ServingSettings(ConfigModel):
     """Port the HTTP proxy listens on."""
     model_name: str | None = None
     """Name of the model in requests and in /v1/models; left out: the folder's name or hub id."""
+    gateways: Positive = 1
+    """Gateway processes; tenants' limits hold for all of them together."""
     replicas: Positive = 1
     """Replicas of the model (at most, where min_replicas is below it)."""
     min_replicas: Annotated[int, Field(ge=0)] | None = None
@@ -49,10 +56,32 @@ class ServingSettings(ConfigModel):
     """Cap on generated tokens where a request names none; left out: what the context leaves."""
     max_n: Positive = 16
     """Most choices (`n`) one request may ask for."""
+    max_prompts: Positive = 128
+    """Most answers (prompts times `n`) that a completion request with several prompts may get."""
+    max_prompt_logprobs: Positive = 100_000
+    """Most log-probabilities of prompts in one request: tokens times (1 + the alternatives)."""
     max_stop_strings: Positive = 16
     """Most stop strings one request may name."""
     max_stop_chars: Positive = 512
     """Longest stop string, in characters."""
+    tool_parser: ToolParser = "auto"
+    """How the model writes calls of tools; "auto" looks into its template and vocabulary."""
+    reasoning_parser: ReasoningParser = "auto"
+    """How the model marks reasoning; "auto" looks into its template."""
+    keys_file: str | None = None
+    """YAML file of API keys and tenants; with it or COTERIE_API_KEYS, requests need a key."""
+    tenant_requests_per_minute: Positive | None = None
+    """Requests a tenant may send in any minute, unless the keys file says otherwise."""
+    tenant_tokens_per_minute: Positive | None = None
+    """Prompt and generated tokens a tenant may use in any minute, unless the keys file says."""
+    tenant_concurrency: Positive | None = None
+    """Requests a tenant may have at once, unless the keys file says otherwise."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins of web pages that may call the API, such as "https://a.example"; none: CORS off."""
+    request_log: str | None = None
+    """Folder for a JSON line a request; left out: the lines go into the gateways' own log."""
+    log_bodies: bool = False
+    """Whether the request log holds the first 16 KiB of each request's body, prompts included."""
     drain_s: Seconds = 30.0
     """How long running streams may go on after a stop was asked for, in seconds."""
     rank_wait_s: Seconds = 60.0

@@ -23,9 +23,11 @@ from deployments.admission import Admission
 from deployments.live_request import LiveRequest, failure_of
 from deployments.model_files import open_pieces
 from deployments.node_address import listen_on_node_address_only
+from deployments.openai_errors import DeadlineError, OperatorCancelledError
 from deployments.rank_channel import Add, Cancel, Idle, RankInfo, Rejected, Step, Up
 from deployments.rank_process import RankProcess
 from deployments.settings import ServingSettings, hand_over_limit
+from deployments.step_totals import StepTotals
 from deployments.text_delta import Failure, Generation, encode_batch
 
 log = logging.getLogger("ray.serve")
@@ -34,6 +36,7 @@ _REMAKE_PAUSES_S = (0.0, 1.0, 5.0, 15.0)
 _FAILURES_BEFORE_UNHEALTHY = 5
 _SWEEP_S = 0.25
 _WARM_UP = "warm-up"
+_DEADLINE = "The request's deadline passed before its answer was complete."
 
 
 class Supervisor:
@@ -71,6 +74,7 @@ class Supervisor:
             ("completed", "failed", "aborted", "refused", "remakes", "steps", "idle_checks"), 0
         )
         self._counts |= {"prompt_tokens": 0, "completion_tokens": 0}
+        self._totals = StepTotals()
         self._first_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._tasks = [
             asyncio.create_task(self._supervise()),
@@ -89,10 +93,13 @@ class Supervisor:
             self._counts["refused"] += 1
             yield encode_batch((Failure.of(error),))
             return
+        timer = self._deadline_timer(request)
         try:
             async for batch in live.batches():
                 yield encode_batch(batch)
         finally:
+            if timer is not None:
+                timer.cancel()
             self._leave(request.request_id, live)
 
     async def info(self) -> bytes:
@@ -115,7 +122,30 @@ class Supervisor:
             "rank_pid": self._info.pid if self._info is not None and self._rank else 0,
             "torch_imported": int("torch" in sys.modules),
             **self._counts,
+            **self._totals.as_dict(),
         }
+
+    async def requests(self) -> list[dict[str, str | float]]:
+        """What waits or runs here, oldest first. No text of anybody's."""
+        waiting = set(self._admission.queued_ids())
+        return [
+            {
+                "request_id": request_id,
+                "tenant": live.request.tenant,
+                "priority": live.request.priority,
+                "state": "waiting" if request_id in waiting else "running",
+                "age_s": round(time.time() - live.request.arrival_s, 3),
+                "prompt_tokens": len(live.request.prompt_ids),
+                "max_tokens": live.request.params.max_tokens,
+            }
+            for request_id, live in self._live.items()
+        ]
+
+    async def cancel(self, request_id: str) -> bool:
+        """End one request with an error; False where it is not here."""
+        return self._end_early(
+            request_id, OperatorCancelledError("The operator ended this request.")
+        )
 
     async def drain(self, limit_s: float) -> None:
         """Refuse new requests, let running ones end; after `limit_s` end them with an error."""
@@ -148,10 +178,41 @@ class Supervisor:
             raise OverloadedError("The server stops; no new requests.", self._serving.drain_s)
         if request.request_id in self._live:
             raise EngineUnavailableError(f"request id {request.request_id} is in use")
-        self._admission.offer(request.request_id, len(request.prompt_ids), request.n)
+        patience_s = None
+        if request.deadline_s is not None:
+            patience_s = request.deadline_s - time.time()
+            if patience_s <= 0:
+                raise DeadlineError(_DEADLINE)
+        self._admission.offer(
+            request.request_id,
+            len(request.prompt_ids),
+            request.n,
+            request.priority,
+            request.params.max_tokens * request.n,
+            patience_s,
+        )
         self._live[request.request_id] = live
         self._counts["prompt_tokens"] += len(request.prompt_ids)
         self._pump()
+
+    def _deadline_timer(self, request: Request) -> asyncio.TimerHandle | None:
+        if request.deadline_s is None:
+            return None
+        return asyncio.get_running_loop().call_later(
+            max(0.0, request.deadline_s - time.time()),
+            lambda: self._end_early(request.request_id, DeadlineError(_DEADLINE)),
+        )
+
+    def _end_early(self, request_id: str, error: CoterieError) -> bool:
+        live = self._live.get(request_id)
+        if live is None or live.done:
+            return False
+        live.fail(Failure.of(error))
+        if self._rank is not None:
+            self._rank.send(Cancel(request_id))
+        self._admission.leave(request_id)
+        self._pump()
+        return True
 
     def _pump(self) -> None:
         if self._rank is None or not self._ready:
@@ -230,6 +291,7 @@ class Supervisor:
     def _take(self, message: Up) -> None:
         if isinstance(message, Step):
             self._counts["steps"] += 1
+            self._totals.add(message.result.stats)
             self._take_step(message.result)
         elif isinstance(message, Idle):
             self._counts["idle_checks"] += message.checked
@@ -254,6 +316,7 @@ class Supervisor:
             live = self._live.get(output.request_id)
             if live is None:
                 continue  # cancelled; the engine learns of it between steps
+            self._admission.progress(output.request_id, len(output.token_ids))
             stopped = self._feed(live, output)
             if self._rank is not None and live.done and (stopped or live.failure is not None):
                 self._rank.send(Cancel(output.request_id))
@@ -261,7 +324,7 @@ class Supervisor:
                 self._rank.send(Cancel(output.request_id, output.index))
             if live.done:
                 # Its place is free now, not when the client has read the last byte.
-                self._admission.leave(output.request_id)
+                self._admission.leave(output.request_id, completed=live.failure is None)
         self._pump()
 
     def _feed(self, live: LiveRequest, output: SequenceOutput) -> bool:

@@ -16,8 +16,8 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     stop: tuple[str, ...] = ()
     stream: bool = False
     """False: one batch with everything at the end."""
-    special_text: bool = False
-    """Whether special tokens appear in the text: tool and reasoning parsers need their marks."""
+    special_text: tuple[int, ...] = ()
+    """Special tokens that appear in the text: tool and reasoning parsers need their marks."""
 
 
 class TextDelta(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -29,6 +29,16 @@ class TextDelta(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     finish_reason: str | None = None
     completion_tokens: int = 0
     cached_tokens: int = 0
+    end_piece: PieceLogprob | None = None
+    """The token that ended the choice and is no text, where log-probabilities are asked for."""
+    prompt_pieces: tuple[PieceLogprob, ...] = ()
+    """With a prompt's first delta where asked for: its tokens; the first has no log-probability."""
+
+    @property
+    def size(self) -> int:
+        """About how many characters' worth of work it is to write it out."""
+        pieces = (*self.prompt_pieces, *self.pieces)
+        return len(self.text) // 16 + sum(1 + len(piece.top) for piece in pieces)
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True, tag=True):

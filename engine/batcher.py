@@ -38,12 +38,28 @@ class Batcher:
         max_sequences: int,
         max_step_tokens: int,
         whole_prompts: bool = False,
+        max_scored_tokens: int | None = None,
+        pass_tokens: int = 0,
+        pass_sequences: int | None = None,
     ) -> None:
-        """`whole_prompts`: a prompt passes in one part, even beyond `max_step_tokens`."""
+        """`whole_prompts`: a prompt passes in one part, even beyond `max_step_tokens`.
+        `max_scored_tokens`: most prompt tokens of a step whose logits are wanted.
+        `pass_tokens`, `pass_sequences`: most tokens and sequences of a layer-major pass, which
+        takes the prompts that do not fit one step; 0 tokens for none."""
         self._pages = pages
         self._max_sequences = max_sequences
         self._max_step_tokens = max_step_tokens
         self._whole_prompts = whole_prompts
+        self._max_scored_tokens = (
+            max_step_tokens if max_scored_tokens is None else max_scored_tokens
+        )
+        self._scored_budget = 0
+        self._pass_tokens = pass_tokens
+        self._pass_sequences = max_sequences if pass_sequences is None else pass_sequences
+        self._passing: Batch | None = None
+        self._again: set[int] = set()
+        """Sequences whose pass was broken off: the next one takes these alone."""
+        self._hits = 0
         self.waiting: list[Sequence] = []
         """Oldest first."""
         self.running: list[Sequence] = []
@@ -66,12 +82,16 @@ class Batcher:
         return []
 
     def plan(self) -> Batch:
-        """The next step; its plan has no parts when nothing can run."""
+        """The next step; its plan has no parts when nothing can run.
+
+        While a pass is under way, only decoding sequences are in it.
+        """
         outgrown: list[Sequence] = []
         preempted = 0
         budget = self._max_step_tokens
+        self._scored_budget = self._max_scored_tokens
         decoding: list[Sequence] = []
-        for sequence in [s for s in self.running if s.pending == 1]:
+        for sequence in self._decoding():
             if sequence not in self.running:
                 continue  # preempted for an older one
             preempted += self._make_room(sequence, outgrown)
@@ -79,59 +99,145 @@ class Batcher:
                 decoding.append(sequence)
         budget -= len(decoding)
         scheduled = [(s, 1) for s in sorted(decoding, key=lambda s: (s.computed, s.sequence_id))]
-        for sequence in [s for s in self.running if s.pending > 1]:
-            budget -= self._schedule_prompt(sequence, budget, scheduled)
-        hits = 0
-        blocked = preempted > 0  # what was just sent away must not come back in the same step
-        position = 0
-        while not blocked and budget > 0 and position < len(self.waiting):
-            sequence = self.waiting[position]
-            if sequence.waits_for_leader:
-                position += 1
-                continue
-            if len(self.running) >= self._max_sequences or not self._admit(sequence):
-                break
-            del self.waiting[position]
-            hits += sequence.computed
-            budget -= self._schedule_prompt(sequence, budget, scheduled)
-        parts = tuple(self._part(sequence, count) for sequence, count in scheduled)
-        released, self._released = tuple(self._released), []
-        return Batch(
-            plan=StepPlan(parts=parts, released=released),
-            sequences=tuple(sequence for sequence, _ in scheduled),
-            outgrown=tuple(outgrown),
-            preemptions=preempted,
-            prefix_hit_tokens=hits,
+        if self._passing is None:
+            # What was just sent away must not come back in the same step.
+            self._schedule_prompts(
+                self.running, budget, scheduled, self._max_sequences, admit=not preempted
+            )
+        return self._batch(scheduled, outgrown, preempted)
+
+    def plan_pass(self) -> Batch | None:
+        """A layer-major pass of prompts that would not fit one step; None where there is no need.
+
+        It is under way until `advance` or `break_off`; nothing in it is preempted.
+        """
+        if not self._pass_tokens or self._passing is not None:
+            return None
+        again = self._again.intersection(s.sequence_id for s in self.running)
+        self._again.clear()
+        pending = sum(s.pending for s in (*self.running, *self.waiting) if s.pending > 1)
+        if pending <= self._max_step_tokens:
+            return None
+        self._scored_budget = self._max_scored_tokens
+        scheduled: list[tuple[Sequence, int]] = []
+        members = [s for s in self.running if not again or s.sequence_id in again]
+        self._schedule_prompts(
+            members, self._pass_tokens, scheduled, self._pass_sequences, admit=not again
         )
+        if sum(count for _, count in scheduled) <= self._max_step_tokens:
+            return None  # prefix hits, or no room for more: a step does
+        self._passing = self._batch(scheduled, layer_major=True)
+        return self._passing
+
+    def break_off(self, start_over: bool) -> None:
+        """The pass under way will not be finished; its sequences come again in the next one.
+
+        `start_over`: from their first token, as their state is no longer what it was.
+        """
+        if self._passing is None:
+            return
+        for sequence in self._passing.sequences:
+            if start_over:
+                sequence.computed = 0
+            self._again.add(sequence.sequence_id)
+        self._passing = None
+
+    def is_passing(self, sequence: Sequence) -> bool:
+        """Whether a sequence is in the pass under way."""
+        return self._passing is not None and sequence in self._passing.sequences
+
+    @property
+    def has_work(self) -> bool:
+        """Whether it has a sequence that is not held."""
+        return any(not sequence.held for sequence in (*self.running, *self.waiting))
+
+    @property
+    def has_decoding(self) -> bool:
+        """Whether a step beside the pass under way would do anything."""
+        return bool(self._decoding())
 
     def advance(self, batch: Batch, failed: frozenset[int] = frozenset()) -> None:
         """Books what a step computed, and publishes the blocks that it completed.
 
         `failed` holds ids of sequences whose rows are not to be trusted.
         """
+        if batch is self._passing:
+            self._passing = None
         size = self._pages.block_tokens
         for part, sequence in zip(batch.plan.parts, batch.sequences, strict=True):
             if sequence.sequence_id in failed:
                 continue
             before = sequence.computed // size
             sequence.computed += len(part.token_ids)
+            sequence.scored = max(sequence.scored, part.scored[1])
             full = sequence.computed // size
             if sequence.shares_blocks and full > before:
                 hashes = sequence.hashes(full, size)
                 for number in range(before, full):
                     self._pages.publish(sequence.block_ids[number], hashes[number])
 
+    def _decoding(self) -> list[Sequence]:
+        return [s for s in self.running if s.pending == 1 and not s.held and not self.is_passing(s)]
+
+    def _batch(
+        self,
+        scheduled: list[tuple[Sequence, int]],
+        outgrown: list[Sequence] | None = None,
+        preempted: int = 0,
+        layer_major: bool = False,
+    ) -> Batch:
+        released, self._released = tuple(self._released), []
+        hits, self._hits = self._hits, 0
+        parts = tuple(self._part(sequence, count) for sequence, count in scheduled)
+        return Batch(
+            plan=StepPlan(parts=parts, released=released, layer_major=layer_major),
+            sequences=tuple(sequence for sequence, _ in scheduled),
+            outgrown=tuple(outgrown or ()),
+            preemptions=preempted,
+            prefix_hit_tokens=hits,
+        )
+
+    def _schedule_prompts(
+        self,
+        members: list[Sequence],
+        budget: int,
+        scheduled: list[tuple[Sequence, int]],
+        most: int,
+        admit: bool,
+    ) -> None:
+        """Adds prompt parts of running `members`, then of those it may admit, oldest first, until
+        the budget or `most` sequences are reached."""
+        for sequence in [s for s in members if s.pending > 1 and not s.held]:
+            if len(scheduled) < most:
+                budget -= self._schedule_prompt(sequence, budget, scheduled)
+        position = 0
+        while admit and budget > 0 and position < len(self.waiting) and len(scheduled) < most:
+            sequence = self.waiting[position]
+            if sequence.waits_for_leader or sequence.held:
+                position += 1
+                continue
+            if len(self.running) >= self._max_sequences or not self._admit(sequence):
+                break
+            del self.waiting[position]
+            self._hits += sequence.computed
+            budget -= self._schedule_prompt(sequence, budget, scheduled)
+
     def _schedule_prompt(
         self, sequence: Sequence, budget: int, scheduled: list[tuple[Sequence, int]]
     ) -> int:
         """Adds a part of the prompt within the budget; returns its tokens."""
         count = min(sequence.pending, budget)
+        if sequence.to_score > self._scored_budget:
+            known = max(0, sequence.scored - sequence.computed)
+            count = min(count, known + self._scored_budget)
         if self._whole_prompts and count < sequence.pending:
             # One that can never fit the budget gets a step of its own beside the decoding ones.
             alone = all(other.pending == 1 for other, _ in scheduled)
             count = sequence.pending if budget > 0 and alone else 0
         if count > 0:
             scheduled.append((sequence, count))
+            begin, end = self._scored_part(sequence, count)
+            self._scored_budget -= end - begin
         return count
 
     def _admit(self, sequence: Sequence) -> bool:
@@ -140,6 +246,9 @@ class Batcher:
         total = self._pages.blocks_for(len(sequence.token_ids))
         # The last token is always computed: its logits are what the answer begins with.
         reusable = (len(sequence.token_ids) - 1) // size
+        if sequence.to_score:
+            # Keys and values alone score no token.
+            reusable = min(reusable, sequence.scored // size)
         found = self._pages.find(sequence.hashes(reusable, size))
         # A newcomer must not take the block that a running sequence needs for its next token.
         spare = sum(
@@ -166,11 +275,11 @@ class Batcher:
             return 0
         preempted = 0
         while not self._pages.can_allocate(1):
-            youngest = self.running[-1]
+            youngest = next(s for s in reversed(self.running) if not self.is_passing(s))
             if youngest is sequence and len(self.running) == 1:
                 self._end(sequence, outgrown)
                 return preempted
-            self.running.pop()
+            self.running.remove(youngest)
             self._let_go(youngest, keep_content=True)
             self.add(youngest)
             preempted += 1
@@ -202,4 +311,12 @@ class Batcher:
             # Tokens that are computed again after a preemption count as prefill.
             is_decode=count == 1 and start >= sequence.prompt_tokens and end == known,
             wants_logits=end == known,
+            scored=self._scored_part(sequence, count),
         )
+
+    @staticmethod
+    def _scored_part(sequence: Sequence, count: int) -> tuple[int, int]:
+        """The positions of a part whose logits score the prompt; (0, 0) for none."""
+        begin = max(sequence.computed, sequence.scored)
+        end = min(sequence.computed + count, sequence.scored + sequence.to_score)
+        return (begin, end) if begin < end else (0, 0)

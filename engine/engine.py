@@ -15,28 +15,32 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import torch
 
-from core.errors import BudgetError, CoterieError, ExpertReadError, RequestError, RoutingError
+from core.errors import CoterieError, RequestError, RoutingError
 from core.model_shape import ModelShape
 from core.request import Request
-from core.step import PoolStepStats, SequenceOutput, StepPlan, StepResult, StepStats, TokenLogprob
+from core.step import SequenceOutput, StepResult, StepStats, TokenLogprob
 from engine.backbone import Backbone, has_state_layers
 from engine.batcher import Batch, Batcher
 from engine.kv_pages import KvPages
-from engine.limits import Limits
+from engine.limits import Limits, check_memory
 from engine.paged_attention import ATTENTION_NAME
 from engine.paged_runner import PagedRunner
+from engine.prefill_pass import Turns, pass_tokens
+from engine.prompt_scores import StepLogits, max_scored_tokens
 from engine.sampler import Sampled, SamplingState, sample
 from engine.sequence import Sequence
 from engine.settings import EngineSettings
+from engine.step_faults import param_at_fault, pool_faults
 from engine.stock_runner import StockRunner
+from engine.structures import Structures
 from expert_pool.checkpoint_index import CheckpointIndex
 from expert_pool.experts_forward import register
 from expert_pool.model_location import locate
 from expert_pool.pool import ExpertPool
 from expert_pool.settings import PoolSettings
+from expert_pool.usage import warm_up
 
 if TYPE_CHECKING:
     from engine.chat import ChatSession
@@ -84,22 +88,44 @@ class Engine:
         blocks = self.shape.kv_blocks(
             engine.kv_memory, size, engine.max_sequences, backbone.context_tokens
         )
+        scored = max_scored_tokens(self.shape.vocab_size, backbone.dtype.itemsize)
+        whole_prompts = backbone.whole_prompt_only
         self.limits = Limits(
-            backbone.context_tokens, engine.max_sequences, blocks, size, self.shape.vocab_size
+            backbone.context_tokens,
+            engine.max_sequences,
+            blocks,
+            size,
+            self.shape.vocab_size,
+            scored + 1 if whole_prompts else backbone.context_tokens,
         )
         self._shares_prefixes = not backbone.state_family
         self._runner: PagedRunner | StockRunner
-        _check_memory(self.shape, engine, blocks)
+        check_memory(self.shape, engine, blocks)
+        most = pass_tokens(backbone.model, self.pool, engine.prefill_memory)
         if backbone.state_family:
             self._runner = StockRunner(backbone)
         else:
             self._runner = PagedRunner(
-                backbone.model, blocks, size, engine.max_step_tokens, engine.scratch_memory
+                backbone.model,
+                blocks,
+                size,
+                engine.max_step_tokens,
+                engine.scratch_memory,
+                most,
             )
         self._pages = KvPages(blocks, size)
         self._batcher = Batcher(
-            self._pages, engine.max_sequences, engine.max_step_tokens, backbone.whole_prompt_only
+            self._pages,
+            engine.max_sequences,
+            engine.max_step_tokens,
+            whole_prompts,
+            scored,
+            pass_tokens=most,
+            # A stock cache is one sequence's.
+            pass_sequences=1 if backbone.state_family else None,
         )
+        self._turns = Turns(self._runner, self._batcher)
+        self._structures = Structures(self.model_dir, self.shape.vocab_size, engine)
         self._live: dict[tuple[str, int], Sequence] = {}
         self._sampling: dict[int, SamplingState] = {}
         self._ended: list[SequenceOutput] = []
@@ -107,7 +133,7 @@ class Engine:
         self._next_sequence_id = 0
         self._steps = 0
         self._chat: ChatSession | None = None
-        self._preload()
+        warm_up(self.pool, pool.hot_start_s)
 
     def add(self, request: Request) -> None:
         """Queues a request. Raises RequestError, and then nothing of it is queued."""
@@ -125,12 +151,12 @@ class Engine:
             else:
                 entropy = (self._settings.seed, sequence.sequence_id)
             ends = params.stop_token_ids + (() if params.ignore_eos else self.eos_ids)
-            self._sampling[sequence.sequence_id] = SamplingState(
-                params, request.prompt_ids, ends, list(entropy)
-            )
+            state = SamplingState(params, request.prompt_ids, ends, list(entropy))
+            self._sampling[sequence.sequence_id] = state
             self._next_sequence_id += 1
             self._live[request.request_id, index] = sequence
-            self._batcher.add(sequence)
+            if not self._structures.start(sequence, state):
+                self._batcher.add(sequence)
 
     def cancel(self, request_id: str, index: int | None = None) -> None:
         """Ends a request, or one sequence of it, at once: its KV blocks are free on return.
@@ -149,18 +175,19 @@ class Engine:
     def step(self) -> StepResult:
         """Runs one step. A fault ends the sequences it concerns, never the engine."""
         began = time.perf_counter()
-        batch = self._batcher.plan()
+        self._settle_structures()
+        batch = self._turns.next_batch()
         outputs, self._ended = self._ended, []
         for sequence in batch.outgrown:
             self._forget(sequence)
             outputs.append(self._output(sequence, finish_reason="length"))
         stats = StepStats(step=self._steps, step_s=0.0, preemptions=batch.preemptions)
+        stats.prefix_hit_tokens = batch.prefix_hit_tokens
         self._steps += 1
         if batch.plan.parts:
             outputs += self._run(batch, stats)
         elif batch.plan.released:
             self._runner.release(batch.plan.released)
-        stats.prefix_hit_tokens = batch.prefix_hit_tokens
         self._fill_gauges(stats)
         stats.step_s = time.perf_counter() - began
         return StepResult(outputs=tuple(outputs), stats=stats)
@@ -204,7 +231,7 @@ class Engine:
         """Raises RuntimeError where books do not balance; call it when idle or in tests."""
         self._pages.check_invariants()
         self.pool.check_invariants()
-        queued = len(self._batcher.running) + len(self._batcher.waiting)
+        queued = len(self._batcher.running) + len(self._batcher.waiting) + self._structures.waiting
         if queued != len(self._live) or len(self._sampling) != len(self._live):
             raise RuntimeError(
                 f"{len(self._live)} live sequences, {queued} queued, {len(self._sampling)} sampled"
@@ -214,59 +241,80 @@ class Engine:
 
     def close(self) -> None:
         """Ends the expert pool's threads and gives its memory back."""
+        self._turns.break_off()
+        self._structures.close()
         self.pool.close()
 
-    def _preload(self) -> None:
-        """Reads the experts of layers that fit wholly, while nobody asks for any."""
-        quotas = self.pool.residency.quotas
-        self.pool.preload(
-            [
-                (layer.ordinal, expert)
-                for layer in self.pool.index.layers
-                if quotas[layer.ordinal] >= layer.num_experts
-                for expert in range(layer.num_experts)
-            ]
-        )
+    def _settle_structures(self) -> None:
+        """Queues sequences whose grammar is there; ends those whose structure is complete."""
+        settled = self._structures.settle(self._batcher.has_work)
+        for sequence in settled.ready:
+            self._batcher.add(sequence)
+        for sequence in settled.finished:
+            self._drop(sequence)
+            self._ended.append(self._output(sequence, finish_reason="stop"))
+        for sequence, error in settled.failed:
+            self._ended.append(self._fail(sequence, error))
 
     def _run(self, batch: Batch, stats: StepStats) -> list[SequenceOutput]:
         plan = batch.plan
         stats.decode_tokens = sum(len(part.token_ids) for part in plan.parts if part.is_decode)
         stats.prefill_tokens = plan.num_tokens - stats.decode_tokens
         try:
-            self.pool.begin_step()
+            # What a pass of many tokens uses is everything.
+            self.pool.begin_step(() if plan.layer_major else plan.parts)
             try:
-                logits = self._runner.run(plan)
+                raw = self._turns.run(batch)
             finally:
                 stats.pool = self.pool.end_step()
-            faults = _faults(plan, stats.pool)
+                self._turns.note_faults(batch, stats.pool)
+            if raw is None:
+                stats.prefill_tokens = stats.prefix_hit_tokens = 0
+                return []
+            logits = StepLogits(plan, raw)
+            faults = pool_faults(plan, stats.pool)
             wanting = [i for i, part in enumerate(plan.parts) if part.wants_logits]
             states = [self._sampling[plan.parts[i].sequence_id] for i in wanting]
-            sampled = dict(zip(wanting, sample(logits, states), strict=True))
+            sampled = dict(zip(wanting, sample(logits.sampled, states), strict=True))
+            scores = logits.scores([sequence.request for sequence in batch.sequences])
         # Whatever a step raises concerns the sequences in it; the loop goes on for the others.
         except Exception as error:
             return [self._fail(sequence, error) for sequence in batch.sequences]
-        for i, token in sampled.items():
-            if token is None and i not in faults:
+        for i, found in (*sampled.items(), *scores.items()):
+            if found is None and i not in faults:
                 faults[i] = RoutingError("The model's output is not finite for this request.")
         self._batcher.advance(batch, frozenset(plan.parts[i].sequence_id for i in faults))
         outputs = []
         for i, sequence in enumerate(batch.sequences):
             if i in faults:
                 outputs.append(self._fail(sequence, faults[i]))
-            elif (found := sampled.get(i)) is not None:
-                outputs.append(self._accept(sequence, found))
+            elif (token := sampled.get(i)) is not None:
+                outputs.append(self._accept(sequence, token, scores.get(i) or ()))
+            elif score := scores.get(i):
+                outputs.append(self._output(sequence, prompt_logprobs=score))
         return outputs
 
-    def _accept(self, sequence: Sequence, sampled: Sampled) -> SequenceOutput:
+    def _accept(
+        self, sequence: Sequence, sampled: Sampled, scores: tuple[TokenLogprob, ...]
+    ) -> SequenceOutput:
         """Appends a token, or ends the sequence by it."""
         state = self._sampling[sequence.sequence_id]
         params = sequence.request.params
+        if params.max_tokens == 0:
+            self._drop(sequence)
+            return self._output(sequence, finish_reason="length", prompt_logprobs=scores)
         token = sampled.token_id
         ends = token in params.stop_token_ids or (token in self.eos_ids and not params.ignore_eos)
         state.accept(token)
         if ends:
             self._drop(sequence)
-            return self._output(sequence, finish_reason="stop", sampled=state.generated)
+            return self._output(
+                sequence,
+                finish_reason="stop",
+                end_token_id=token,
+                end_logprob=sampled.logprob,
+                prompt_logprobs=scores,
+            )
         sequence.token_ids.append(token)
         full = state.generated >= params.max_tokens
         output = self._output(
@@ -274,10 +322,12 @@ class Engine:
             token_ids=(token,),
             logprobs=(sampled.logprob,) if sampled.logprob is not None else (),
             finish_reason="length" if full else None,
-            sampled=state.generated,
+            prompt_logprobs=scores,
         )
         if full:
             self._drop(sequence)
+        else:
+            self._structures.advance(sequence, token)
         return output
 
     def _fail(self, sequence: Sequence, error: Exception) -> SequenceOutput:
@@ -286,51 +336,43 @@ class Engine:
             finish_reason="error",
             error=str(error) or type(error).__name__,
             error_type=type(error).__name__ if isinstance(error, CoterieError) else "CoterieError",
+            error_param=param_at_fault(error, sequence.request),
         )
         self._drop(sequence, keep_content=False)
         return output
 
     def _drop(self, sequence: Sequence, keep_content: bool = True) -> None:
-        blank = self._batcher.remove(sequence, keep_content)
-        if not keep_content and isinstance(self._runner, PagedRunner):
-            self._runner.discard(blank)
+        if not self._structures.leave(sequence):  # else the batcher never had it
+            self._turns.break_off(sequence)
+            blank = self._batcher.remove(sequence, keep_content)
+            if not keep_content and isinstance(self._runner, PagedRunner):
+                self._runner.discard(blank)
         self._forget(sequence)
 
     def _forget(self, sequence: Sequence) -> None:
         del self._live[sequence.request.request_id, sequence.index]
+        self._structures.leave(sequence)
         # At once, not with the next plan: there may be none for long.
         self._runner.release((sequence.sequence_id,))
         # Its followers need not wait for a leader that is gone.
         sequence.computed = max(sequence.computed, sequence.prompt_tokens)
 
-    def _output(
-        self,
-        sequence: Sequence,
-        token_ids: tuple[int, ...] = (),
-        logprobs: tuple[TokenLogprob, ...] = (),
-        finish_reason: Any = None,
-        error: str | None = None,
-        error_type: str | None = None,
-        sampled: int | None = None,
-    ) -> SequenceOutput:
-        if finish_reason is not None:
-            state = self._sampling.pop(sequence.sequence_id)
-            sampled = state.generated
+    def _output(self, sequence: Sequence, **fields: Any) -> SequenceOutput:
+        """`fields` are those of SequenceOutput; with a finish_reason the sequence is over."""
+        state = self._sampling[sequence.sequence_id]
+        if fields.get("finish_reason") is not None:
+            del self._sampling[sequence.sequence_id]
         return SequenceOutput(
             request_id=sequence.request.request_id,
             index=sequence.index,
-            token_ids=token_ids,
-            logprobs=logprobs,
-            finish_reason=finish_reason,
-            error=error,
-            error_type=error_type,
-            completion_tokens=sampled or 0,
+            completion_tokens=state.generated,
             cached_tokens=sequence.cached_tokens,
+            **fields,
         )
 
     def _fill_gauges(self, stats: StepStats) -> None:
         stats.running = len(self._batcher.running)
-        stats.waiting = len(self._batcher.waiting)
+        stats.waiting = len(self._batcher.waiting) + self._structures.waiting
         stats.kv_blocks_used = self._pages.used
         stats.kv_blocks_total = self._pages.num_blocks
 
@@ -346,31 +388,3 @@ class Engine:
 def open_engine(settings: dict[str, Any]) -> Engine:
     """An engine from plain settings {"model": ..., "engine": {...}, "pool": {...}}."""
     return Engine.open(settings["model"], settings.get("engine"), settings.get("pool"))
-
-
-def _check_memory(shape: ModelShape, settings: EngineSettings, blocks: int) -> None:
-    """Raises BudgetError before the operating system does it in its own way."""
-    if settings.device != "cpu":
-        return
-    need = blocks * shape.kv_block_bytes(settings.kv_block_tokens) + settings.scratch_memory
-    have = psutil.virtual_memory().available
-    if need > have:
-        raise BudgetError(
-            f"KV pages and scratch need {need} bytes, this machine has {have} bytes free. "
-            "Lower engine.kv_memory or engine.scratch_memory."
-        )
-
-
-def _faults(plan: StepPlan, stats: PoolStepStats) -> dict[int, Exception]:
-    """Parts of the plan that hold a row whose routing or experts failed."""
-    if not stats.bad_rows and not stats.failed_rows:
-        return {}
-    owner = [i for i, part in enumerate(plan.parts) for _ in part.token_ids]
-    faults: dict[int, Exception] = {}
-    for row in stats.failed_rows:
-        faults[owner[row]] = ExpertReadError(
-            "An expert that this request needs could not be read; it is quarantined."
-        )
-    for row in stats.bad_rows:
-        faults[owner[row]] = RoutingError("A router's output is not finite for this request.")
-    return faults

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ class KvStore:
         scratch_bytes: int,
     ) -> None:
         self.block_tokens = block_tokens
-        self.step: StepLayout | None = None
+        self._local = threading.local()
         own = {x.layer_idx: x for x in layers if x.shares_layer is None}
         # Written, not only mapped: the memory is there from the start, and no stale NaN exists.
         self.pages = {
@@ -57,6 +58,15 @@ class KvStore:
         self._scratch = torch.empty(values, dtype=dtype, device=device).zero_()
         self._wide = torch.empty(values if wide else 0, dtype=torch.float32, device=device)
         self._wide.zero_()
+
+    @property
+    def step(self) -> StepLayout | None:
+        """The step under way in this thread: a paused pass of another thread keeps its own."""
+        return getattr(self._local, "step", None)
+
+    @step.setter
+    def step(self, step: StepLayout | None) -> None:
+        self._local.step = step
 
     def clear_blocks(self, block_ids: list[int]) -> None:
         """Zeroes blocks whose content may not be finite: masked keys still meet 0 * NaN."""

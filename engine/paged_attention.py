@@ -123,7 +123,7 @@ class LayerAttention:
         softcap: float | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """[count, H, queries, Dv] and the log-sum-exp of one span, in that order of values."""
-        if span.fresh_causal:
+        if span.fresh_causal and self._scores_fit(span, query, softcap):
             own = slice(None), slice(None), span.rows
             dtype = self._dtype(span)
             fresh = query[own].to(dtype), key[own].to(dtype), value[own].to(dtype)
@@ -139,6 +139,13 @@ class LayerAttention:
         packed = rows.reshape(span.count, kv_heads, heads // kv_heads, -1)
         out, lse = self._gathered(span, packed, scaling, softcap)
         return out.reshape(span.count, heads, 1, -1), lse
+
+    def _scores_fit(self, span: Span, query: torch.Tensor, softcap: float | None) -> bool:
+        """Whether a prompt may attend in one call: what makes scores keeps to the scratch."""
+        value_dim = query.shape[-1] if self._layer.latent else self._layer.value_dim
+        if _is_fused(query, value_dim, softcap):
+            return True
+        return 3 * 4 * query.shape[1] * span.queries**2 <= self._store.gather_bytes
 
     def _gathered(
         self, span: Span, query: torch.Tensor, scaling: float, softcap: float | None

@@ -12,7 +12,8 @@ from core.step import StepPlan
 from engine.attention_layout import read_layout
 from engine.kv_store import KvStore, PagedCache
 from engine.paged_attention import ATTENTION_NAME, LayerAttention
-from engine.step_layout import StepLayoutBuilder
+from engine.step_layout import StepLayout, StepLayoutBuilder
+from expert_pool.layer_major import layer_major
 
 
 class PagedRunner:
@@ -25,6 +26,7 @@ class PagedRunner:
         block_tokens: int,
         max_step_tokens: int,
         scratch_bytes: int,
+        pass_tokens: int = 0,
     ) -> None:
         """Reserves pages and scratch at once. Raises BudgetError if the machine refuses."""
         self._model = model
@@ -43,6 +45,8 @@ class PagedRunner:
             ) from error
         self._cache = PagedCache(self.store, layers)
         self._builder = StepLayoutBuilder(max_step_tokens, block_tokens, embedding.device)
+        # A pass may be paused while steps run: its numbers lie elsewhere.
+        self._pass_builder = StepLayoutBuilder(pass_tokens, block_tokens, embedding.device)
         for layer in layers:
             layer.module._coterie_attention = LayerAttention(  # type: ignore[assignment]
                 layer, self.store
@@ -51,8 +55,13 @@ class PagedRunner:
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> torch.Tensor:
-        """Logits [parts with wants_logits, V] of a step, in the order of its parts."""
-        step = self._builder.build(plan)
+        """Logits [rows, V] of a step: for each part its scored rows, then the sampled one."""
+        if plan.layer_major:
+            with layer_major():
+                return self._pass_through(self._pass_builder.build(plan))
+        return self._pass_through(self._builder.build(plan))
+
+    def _pass_through(self, step: StepLayout) -> torch.Tensor:
         self.store.step = step
         try:
             output = self._model(

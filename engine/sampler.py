@@ -2,7 +2,7 @@
 
 Order of application, as in SamplingParams: logit_bias, penalties, min_tokens mask, temperature,
 top_k, top_p, min_p. Log-probabilities are the model's own: log-softmax of the raw logits, before
-bias, penalties and temperature.
+bias, penalties and temperature. A structure's mask comes with the min_tokens mask.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ class SamplingState:
         """`end_ids` end the sequence; they are masked until min_tokens. `seed` is its entropy."""
         self.params = params
         self.generated = 0
-        self._end_ids = torch.tensor(sorted(set(end_ids)), dtype=torch.long)
+        self.end_ids = tuple(sorted(set(end_ids)))
+        self.forbidden: torch.Tensor | None = None
+        """[V] bool: what its structure does not allow next; None without a structure."""
+        self._end_ids = torch.tensor(self.end_ids, dtype=torch.long)
         self._random = np.random.Generator(np.random.PCG64(list(seed)))
         self._bias_ids = torch.tensor([token for token, _ in params.logit_bias], dtype=torch.long)
         self._bias = torch.tensor([bias for _, bias in params.logit_bias], dtype=torch.float32)
@@ -57,7 +60,8 @@ class SamplingState:
     @property
     def edits_logits(self) -> bool:
         """Whether its logits change before temperature."""
-        return bool(len(self._bias_ids)) or self._penalised or self._masks_end
+        plain = not len(self._bias_ids) and not self._penalised and self.forbidden is None
+        return not plain or self._masks_end
 
     @property
     def _masks_end(self) -> bool:
@@ -82,6 +86,8 @@ class SamplingState:
             self._penalise(logits)
         if self._masks_end:
             logits[self._end_ids.to(device)] = -torch.inf
+        if self.forbidden is not None:
+            logits.masked_fill_(self.forbidden.to(device), -torch.inf)
 
     def _penalise(self, logits: torch.Tensor) -> None:
         params, device = self.params, logits.device
@@ -112,6 +118,8 @@ def sample(logits: torch.Tensor, states: Seq[SamplingState]) -> list[Sampled | N
         states[i].edit(row)
         work[i] = row
         tokens[i] = int(row.argmax())
+        fine[i] = bool(row[tokens[i]].isfinite())
+    drawn = [i for i in drawn if fine[i]]
     if drawn:
         rows = torch.stack([work[i] if i in work else logits[i].float() for i in drawn])
         for i, token in zip(drawn, _draw(rows, [states[i] for i in drawn]), strict=True):

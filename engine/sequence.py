@@ -15,10 +15,12 @@ class Sequence:
         "block_ids",
         "cached_tokens",
         "computed",
+        "held",
         "index",
         "leader",
         "prompt_tokens",
         "request",
+        "scored",
         "sequence_id",
         "token_ids",
     )
@@ -44,6 +46,10 @@ class Sequence:
         """Tokens whose keys and values lie in the pages."""
         self.block_ids: list[int] = []
         self.cached_tokens = 0
+        self.held = False
+        """Whether steps go on without it, until its structure says what may come next."""
+        self.scored = 0
+        """Prompt tokens whose logits gave the log-probability of the next one."""
         self._salt = salt
         self._hashes: list[bytes] = []
 
@@ -56,6 +62,12 @@ class Sequence:
     def generated(self) -> int:
         """Tokens sampled so far that are part of the sequence."""
         return len(self.token_ids) - self.prompt_tokens
+
+    @property
+    def to_score(self) -> int:
+        """Prompt tokens whose logits are still to score the next one."""
+        asked = self.index == 0 and self.request.params.prompt_logprobs is not None
+        return self.prompt_tokens - 1 - self.scored if asked else 0
 
     @property
     def shares_blocks(self) -> bool:

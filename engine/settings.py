@@ -35,8 +35,20 @@ class EngineSettings(ConfigModel):
     scratch_memory: ByteCount = 256 * 1024**2
     """Most bytes that attention may gather and score at once beside weights and pages, reserved at
     start."""
+    prefill_memory: ByteCount = 256 * 1024**2
+    """Bytes for the hidden states of long prompts that pass layer by layer while not all experts
+    have slots, so that each expert is read once a pass; longer ones take several passes. 0 passes
+    them in steps of `max_step_tokens`."""
     seed: int = 0
     """Seeds the sequences whose request names no seed."""
+    structure_compile_s: float = Field(default=5.0, gt=0)
+    """Seconds that compiling the structure of a request (JSON schema, expression, grammar) may
+    take before the request is refused."""
+    structure_token_s: float = Field(default=2.0, gt=0)
+    """Seconds that finding the tokens which a structure allows next may take before the request
+    fails."""
+    structure_cache_memory: ByteCount = 128 * 1024**2
+    """Bytes of compiled structures kept for later requests."""
 
     @model_validator(mode="after")
     def _batch_fits_step(self) -> EngineSettings:

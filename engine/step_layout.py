@@ -78,7 +78,7 @@ class StepLayout:
     slots: torch.Tensor
     """[T] page slot (block * block_tokens + offset) that each new token's K/V go to."""
     logit_rows: torch.Tensor
-    """[parts with wants_logits] row of the flattened batch."""
+    """[rows] of the flattened batch: for each part its scored ones, then the last if wanted."""
     parts: tuple[SequencePart, ...]
     row_starts: tuple[int, ...]
     block_tokens: int
@@ -180,7 +180,8 @@ class StepLayoutBuilder:
         if total > self._host.shape[1]:
             raise ValueError(f"expected at most {self._host.shape[1]} tokens a step, found {total}")
         ids, positions, slots = self._host_view
-        row, row_starts, logit_rows = 0, [], []
+        row, row_starts = 0, []
+        logit_rows: list[int] = []
         size = self._block_tokens
         for part in plan.parts:
             count = len(part.token_ids)
@@ -196,6 +197,7 @@ class StepLayoutBuilder:
                 positions[row:end] = where
                 blocks = np.array(part.block_ids, dtype=np.int64)
                 slots[row:end] = blocks[where // size] * size + where % size
+            logit_rows += (row + position - part.start for position in range(*part.scored))
             if part.wants_logits:
                 logit_rows.append(end - 1)
             row = end

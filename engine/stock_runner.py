@@ -7,6 +7,7 @@ state layers, whose recurrent state must never meet another sequence's tokens.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
 from core.step import SequencePart, StepPlan
 from engine.backbone import Backbone
+from expert_pool.layer_major import layer_major
 
 
 @dataclass(slots=True)
@@ -60,7 +62,8 @@ class StockRunner:
         return frozenset(self._sequences)
 
     def run(self, plan: StepPlan) -> torch.Tensor:
-        """Passes each part through the model; logits [parts with wants_logits, V], plan order.
+        """Passes each part through the model; logits [rows, V], those of each part together:
+        first its scored rows, then the one to sample from.
 
         Raises ValueError for a part that does not continue where its sequence stands, and for a
         second prompt part of a family that takes whole prompts only.
@@ -72,15 +75,16 @@ class StockRunner:
             for part in plan.parts:
                 self._backbone.experts.row_offset = first_row
                 first_row += len(part.token_ids)
-                logits = self._run_part(part)
-                if part.wants_logits:
+                with layer_major() if plan.layer_major else nullcontext():
+                    logits = self._run_part(part)
+                if part.wants_logits or part.scored[1]:
                     rows.append(logits)
         if not rows:
             vocab_size = self._backbone.shape.vocab_size
             return torch.empty(
                 (0, vocab_size), dtype=self._backbone.dtype, device=self._backbone.device
             )
-        return torch.stack(rows)
+        return torch.cat(rows)
 
     def release(self, sequence_ids: Iterable[int]) -> None:
         """Drops the caches of sequences that ended or were preempted; unknown ids are ignored."""
@@ -92,16 +96,19 @@ class StockRunner:
         device = self._backbone.device
         count = len(part.token_ids)
         input_ids = torch.tensor([part.token_ids], device=device)
+        wanted = [position - part.start for position in range(*part.scored)]
+        if part.wants_logits:
+            wanted.append(count - 1)
         positions = torch.arange(part.start, part.start + count, device=device).unsqueeze(0)
         outputs = self._backbone.model(
             input_ids=input_ids,
             position_ids=positions,
             cache=sequence.cache,
             use_cache=True,
-            logits_to_keep=1,
+            logits_to_keep=torch.tensor(wanted, device=device) if part.scored[1] else 1,
         )
         sequence.tokens = part.start + count
-        logits: torch.Tensor = outputs.logits[0, -1]
+        logits: torch.Tensor = outputs.logits[0]
         return logits
 
     def _sequence_of(self, part: SequencePart) -> _Sequence:

@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 import xxhash
 
+from core.cache_folder import cache_folder
 from expert_pool.checkpoint_index import CheckpointIndex
 
 _log = logging.getLogger(__name__)
@@ -35,11 +36,6 @@ class _Contents(msgspec.Struct):
     """The checksums as little-endian 64-bit integers, in the same order."""
     tensors: dict[str, int]
     """Checksums of backbone tensors by their checkpoint name."""
-
-
-def cache_folder() -> Path:
-    """Where Coterie keeps what cannot lie beside a model: $COTERIE_CACHE or ~/.cache/coterie."""
-    return Path(os.environ.get("COTERIE_CACHE") or "~/.cache/coterie").expanduser()
 
 
 class ChecksumBook:

@@ -18,6 +18,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from core.errors import CoterieError
 from core.model_shape import experts_scratch_bytes
 from expert_pool.grouped_linear import ExpertGroup
+from expert_pool.layer_major import before_layer, is_layer_major
 from expert_pool.routing import Routing, sort_by_expert
 from expert_pool.tables import IntArray
 
@@ -55,6 +56,11 @@ def experts_forward(
     num_rows = hidden.shape[0]
     if num_rows == 0:
         return torch.zeros_like(hidden)
+    if pool.observer is not None:
+        pool.observer(layer, top_k_index)
+    if is_layer_major():
+        before_layer()
+        return _forward_in_order(module, pool, layer, hidden, top_k_index, top_k_weights)
     chunks = -(-num_rows // rows_a_chunk(pool, layer, hidden, top_k_index, top_k_weights))
     if chunks == 1:
         return _forward_chunk(module, pool, layer, hidden, top_k_index, top_k_weights, 0)
@@ -81,6 +87,12 @@ def rows_a_chunk(
     top_k_weights: torch.Tensor,
 ) -> int:
     """How many rows may pass a layer at once within the pool's scratch budget; at least one."""
+    return max(1, _pairs_a_chunk(pool, layer, hidden, top_k_weights) // top_k_index.shape[-1])
+
+
+def _pairs_a_chunk(
+    pool: ExpertPool, layer: int, hidden: torch.Tensor, top_k_weights: torch.Tensor
+) -> int:
     hidden_size = hidden.shape[-1]
     up_values, down_values = pool.projection_values[layer]
     per_pair = experts_scratch_bytes(
@@ -90,7 +102,56 @@ def rows_a_chunk(
         dtype_bytes=hidden.element_size(),
         weighted_bytes=torch.promote_types(hidden.dtype, top_k_weights.dtype).itemsize,
     )
-    return int(max(1, pool.settings.scratch_bytes // (per_pair * top_k_index.shape[-1])))
+    return max(1, pool.settings.scratch_bytes // per_pair)
+
+
+def _forward_in_order(
+    module: Any,
+    pool: ExpertPool,
+    layer: int,
+    hidden: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+) -> torch.Tensor:
+    """`[T, H]` of all rows, one expert after another; sums grow in float32.
+
+    An expert's rows are cut where they exceed the scratch budget, by their number alone.
+    """
+    top_k = top_k_index.shape[-1]
+    routing = sort_by_expert(top_k_index, top_k_weights, pool.index.layers[layer].num_experts)
+    weights = top_k_weights.reshape(-1)
+    most = _pairs_a_chunk(pool, layer, hidden, top_k_weights)
+    sums = torch.zeros_like(hidden, dtype=torch.promote_types(hidden.dtype, torch.float32))
+    experts_pass = pool.demand(layer, routing.counts, hidden.shape[0], in_order=True)
+    experts = iter(experts_pass)
+    try:
+        for expert in experts:
+            pairs = routing.pairs_of(int(expert[0]))
+            chunks = -(-pairs.size // most)
+            for some in np.array_split(pairs, chunks):
+                group = _one_expert(pool, layer, expert, some.size, hidden.device)
+                rows = _on(hidden.device, some // top_k)
+                out = _apply_experts(module, group, hidden.index_select(0, rows))
+                out = out * weights.index_select(0, _on(hidden.device, some)).unsqueeze(-1)
+                out = out.to(sums.dtype)
+                # Many times as fast as index_add_ on a CPU.
+                sums.scatter_add_(0, rows.unsqueeze(-1).expand_as(out), out)
+    finally:
+        experts.close()
+    _report(pool, routing, experts_pass.failed, top_k, 0)
+    result = sums.to(hidden.dtype)
+    if routing.bad_rows.size:
+        result[_on(result.device, routing.bad_rows)] = 0
+    return result
+
+
+def _one_expert(
+    pool: ExpertPool, layer: int, expert: IntArray, rows: int, device: torch.device
+) -> ExpertGroup:
+    residency = pool.residency
+    residency.states.check_pinned(layer, expert)
+    slots = residency.addresses.lookup(layer, expert)
+    return ExpertGroup(residency.arena(layer), slots, np.array([rows]), device)
 
 
 def _forward_chunk(
@@ -103,11 +164,15 @@ def _forward_chunk(
     first_row: int,
 ) -> torch.Tensor:
     num_rows, top_k = top_k_index.shape
+    if pool.read_ahead is not None:
+        pool.read_ahead.look(layer, hidden)
     routing = sort_by_expert(top_k_index, top_k_weights, pool.index.layers[layer].num_experts)
     weights = top_k_weights.reshape(-1)
     weighted: list[torch.Tensor] = []
     computed: list[IntArray] = []
-    experts_pass = pool.demand(layer, routing.counts, num_rows)
+    experts_pass = pool.demand(
+        layer, routing.counts, num_rows, weights=lambda: routing.weights_of(top_k_weights)
+    )
     groups = iter(experts_pass)
     try:
         for experts in groups:

@@ -27,8 +27,11 @@ _STAGING_BYTES = 4 * 1024**2
 class Reader(Protocol):
     """Where experts' bytes come from. Called from several threads at once."""
 
-    def read(self, file: int, offset: int, into: ByteArray) -> None:
-        """Fill `into` with the bytes of `file` from `offset` on. Raises OSError if it cannot."""
+    def read(self, file: int, offset: int, into: ByteArray) -> bool | None:
+        """Fill `into` with the bytes of `file` from `offset` on. Raises OSError if it cannot.
+
+        True where they came from the host's memory and no disk was needed.
+        """
 
     def close(self) -> None:
         """Let go of the files."""
@@ -49,18 +52,19 @@ class FileReader:
         self._lock = threading.Lock()
         self._thread = threading.local()
 
-    def read(self, file: int, offset: int, into: ByteArray) -> None:
+    def read(self, file: int, offset: int, into: ByteArray) -> bool:
         """Fill `into` from `offset` on. Raises OSError, on a short file too."""
         if self._direct[file]:
             try:
                 self._read_direct(file, offset, into)
-                return
+                return False
             except OSError as error:
                 if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                     raise
                 self._direct[file] = False
                 _log.info("%s: no direct reads here, buffered instead", self._files[file])
         self._read_buffered(file, offset, into)
+        return False
 
     def close(self) -> None:
         """Close the files; not while a read is under way."""

@@ -9,6 +9,7 @@ Belady, A study of replacement algorithms for a virtual-storage computer, IBM Sy
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -44,11 +45,13 @@ def belady_misses(
     num_experts: int,
     capacity: int,
     residents: npt.NDArray[np.bool_] | None = None,
+    after_step: Callable[[], None] | None = None,
 ) -> IntArray:
     """Misses of the optimum, by step and cache: [steps, caches].
 
     `demands` [steps, caches, width] as in `next_uses`; all caches hold `capacity` experts and
-    start with `residents` [caches, num_experts], or empty. Raises ValueError where one step
+    start with `residents` [caches, num_experts], or empty. `after_step` is called after each, to
+    pause in. Raises ValueError where one step
     demands more experts than fit, or the residents do.
     """
     steps, caches, _ = demands.shape
@@ -83,6 +86,8 @@ def belady_misses(
             over = over[size[over] > capacity]
         held[row, demand] = following[step]
         held[:, num_experts] = out
+        if after_step is not None:
+            after_step()
     return misses
 
 
@@ -118,15 +123,19 @@ class Window:
     demands: tuple[IntArray, ...]
     misses: int
 
-    def optimum(self) -> int:
-        """Misses of the optimum from the same residents; the work is done here, off the step."""
+    def optimum(self, after_step: Callable[[], None] | None = None) -> int:
+        """Misses of the optimum from the same residents; the work is done here, off the step.
+
+        `after_step` is called after each of the window's steps, to pause in.
+        """
         width = max((demand.size for demand in self.demands), default=0)
         padded = np.full((len(self.demands), 1, width), ABSENT, dtype=np.int64)
         for step, demand in enumerate(self.demands):
             padded[step, 0, : demand.size] = demand
         held = np.zeros((1, self.num_experts), dtype=np.bool_)
         held[0, self.residents] = True
-        return int(belady_misses(padded, self.num_experts, self.capacity, held).sum())
+        misses = belady_misses(padded, self.num_experts, self.capacity, held, after_step)
+        return int(misses.sum())
 
     def regret(self) -> int:
         """Misses more than the optimum's. Below 0 only where prefetch brought experts unasked."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from expert_pool.affinity_policy import DISCOUNT, AffinityPolicy
 from expert_pool.tables import IntArray
 
 LFU_DECAY = 0.95
@@ -28,6 +29,11 @@ class Policy(Protocol):
         Fewer where there are fewer candidates. Ties go to the lower expert number.
         """
 
+    def worth(self, layer: int) -> npt.NDArray[np.floating]:
+        """What keeping each expert of a layer is worth, resident or not: an estimate of
+        `E[DISCOUNT ** (touches of the layer until its next use - 1)]`, 0 to 1.
+        """
+
 
 class LruPolicy:
     """The least recently used leaves first; all experts of one call are equally recent."""
@@ -44,6 +50,12 @@ class LruPolicy:
     def victims(self, layer: int, candidates: IntArray, number: int) -> IntArray:
         """Longest unused first."""
         return _lowest(self._last_use[layer][candidates], candidates, number)
+
+    def worth(self, layer: int) -> npt.NDArray[np.floating]:
+        """As if an expert came back after as many touches as it has been away."""
+        away = (self._calls - self._last_use[layer]) / self._last_use.shape[0]
+        worth: npt.NDArray[np.floating] = DISCOUNT**away
+        return worth
 
 
 class LfuPolicy:
@@ -81,13 +93,26 @@ class LfuPolicy:
         """Lowest decayed count first."""
         return _lowest(self._counts[layer][candidates], candidates, number)
 
+    def worth(self, layer: int) -> npt.NDArray[np.floating]:
+        """As if each touch used an expert independently, at the rate of its decayed count."""
+        rate = np.minimum(self._counts[layer] * ((1.0 - LFU_DECAY) / self._worth[layer]), 1.0)
+        worth: npt.NDArray[np.floating] = rate / (DISCOUNT * rate + 1.0 - DISCOUNT)
+        return worth
+
+
+POLICIES: Final[dict[str, type[LruPolicy] | type[LfuPolicy] | type[AffinityPolicy]]] = {
+    "lru": LruPolicy,
+    "lfu": LfuPolicy,
+    "affinity": AffinityPolicy,
+}
+"""By the name that `PoolSettings.policy` gives them."""
+
 
 def make_policy(name: str, num_layers: int, num_experts: int) -> Policy:
     """The policy that `PoolSettings.policy` names."""
-    policies: dict[str, type[LruPolicy] | type[LfuPolicy]] = {"lru": LruPolicy, "lfu": LfuPolicy}
-    if name not in policies:
-        raise ValueError(f"expected a policy among {', '.join(policies)}, found {name!r}")
-    return policies[name](num_layers, num_experts)
+    if name not in POLICIES:
+        raise ValueError(f"expected a policy among {', '.join(POLICIES)}, found {name!r}")
+    return POLICIES[name](num_layers, num_experts)
 
 
 def _lowest(

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from core.errors import CheckpointError
-from core.step import PoolStepStats
+from core.step import PoolStepStats, SequencePart
 from expert_pool.checksums import ChecksumBook
-from expert_pool.file_reader import FileReader, Reader
+from expert_pool.eviction_rules import EvictionRules
+from expert_pool.file_reader import Reader
+from expert_pool.host_tier import HostTier
+from expert_pool.keeper import Keeper
+from expert_pool.ordered_pass import OrderedPass
 from expert_pool.policies import make_policy
+from expert_pool.read_ahead import ReadAhead
 from expert_pool.residency import Residency
 from expert_pool.settings import PoolSettings, expert_memory_bytes
-from expert_pool.store import PRELOAD, ExpertStore, Load
+from expert_pool.store import DEMAND, PRELOAD, ExpertStore, Load
 from expert_pool.tables import IntArray, ResidencyViolation, State
+from expert_pool.tiers import open_host_tier, open_reader
+from expert_pool.usage import Usage
 from expert_pool.waves import LayerPass
 
 if TYPE_CHECKING:
@@ -37,8 +45,11 @@ class ExpertPool:
         device: str | torch.device = "cpu",
         reader: Reader | None = None,
         clock: Callable[[], float] = time.monotonic,
+        host_tier: HostTier | None = None,
     ) -> None:
         """Reserves the slots and starts the reader threads.
+
+        A `host_tier` is closed with the pool; without one, the settings say which there is.
 
         Raises BudgetError, naming need and have in bytes, where `settings.expert_memory` or the
         machine does not hold top_k experts a layer.
@@ -52,18 +63,25 @@ class ExpertPool:
         self.residency = Residency(
             layers,
             expert_memory_bytes(settings.expert_memory, all_bytes),
-            make_policy(settings.policy, len(layers), num_experts),
+            EvictionRules(
+                make_policy(settings.policy, len(layers), num_experts),
+                len(layers),
+                num_experts,
+                settings.hysteresis,
+            ),
             self.device,
             clock,
+            settings.hot_set,
         )
         self._checksums = ChecksumBook(index) if settings.verify_checksums else None
-        self._clock = clock
+        self.clock = clock
         self._unsaved_since: float | None = None
         self._store = ExpertStore(
             index,
-            reader or FileReader(index.files, direct=settings.direct_io),
+            reader or open_reader(index, settings, self.device),
             settings.read_threads,
             self._checksums.get if self._checksums else None,
+            host_tier or open_host_tier(index, settings, self.device),
         )
         self._loads: dict[tuple[int, int], Load] = {}
         self.loads = np.zeros((len(layers), num_experts), dtype=np.int64)
@@ -73,13 +91,29 @@ class ExpertPool:
         self.row_offset = 0
         """Row of the step's flattened batch that the next forward call begins with; set by
         runners that pass a step in several calls, put back to 0 by `begin_step`."""
+        self.read_early: dict[int, list[int]] = {}
+        """By layer: experts that the ordered pass of the layer before has had read."""
         self.projection_values = [_projection_values(layer) for layer in layers]
         """Values of one expert's up and down projections, by layer."""
+        self.observer: Callable[[int, torch.Tensor], None] | None = None
+        """Told of each forward call: the layer, and what its router chose `[T, K]`."""
         self._bad_rows: set[int] = set()
         self._failed_rows: set[int] = set()
+        self._read_until_s = 0.0
         self._step = 0
-        self._asked_in_step = np.zeros_like(self.loads)
+        self._asked_in_step = np.zeros(self.loads.shape, dtype=np.int32)
+        self._asked_layer_in_step = [0] * len(layers)
         self._evictions_before = 0
+        self.usage = Usage(index, clock) if settings.hot_start_s else None
+        self._keeper = Keeper(self.residency, settings)
+        self.read_ahead: ReadAhead | None = None
+        """None where every expert has a slot, and where the settings do not want it."""
+        whole = all(
+            q == la.num_experts for q, la in zip(self.residency.quotas, layers, strict=True)
+        )
+        if settings.prefetch != "off" and len(layers) > 1 and not whole:
+            self.read_ahead = ReadAhead(self, always=settings.prefetch == "on")
+        self.preload([(layer, e) for layer, experts in settings.hot_set.items() for e in experts])
 
     def attach(self, model: torch.nn.Module) -> None:
         """Mark the model's experts modules, so that `experts_forward` finds the pool."""
@@ -95,14 +129,21 @@ class ExpertPool:
                     f"found {sorted(names)}"
                 )
             object.__setattr__(module, "_coterie", (self, layer.ordinal))
+        if self.read_ahead is not None:
+            self.read_ahead.attach(model)
 
-    def begin_step(self) -> None:
-        """Start counting a step; preloads that came in since the last one count with it."""
+    def begin_step(self, parts: Iterable[SequencePart] = ()) -> None:
+        """Start counting a step; preloads that came in since the last one count with it.
+
+        `parts`, if known, are what passes in it: what they use can be foreseen a little.
+        """
         self._take_in(self._store.finished(wait=False))
         self.row_offset = 0
         self._bad_rows.clear()
         self._failed_rows.clear()
         self._step += 1
+        if self.read_ahead is not None:
+            self.read_ahead.begin_step(parts)
 
     def end_step(self) -> PoolStepStats:
         """What the step cost. Raises ResidencyViolation if an expert is still pinned."""
@@ -112,38 +153,61 @@ class ExpertPool:
         stats, self.stats = self.stats, PoolStepStats()
         stats.evictions = self.residency.evictions - self._evictions_before
         self._evictions_before = self.residency.evictions
+        stats.resident = sum(self.residency.states.resident_counts)
+        for source, target in self._keeper.end_step(stats):
+            self.move_quota(source, target)
         stats.bad_rows = tuple(sorted(self._bad_rows))
         stats.failed_rows = tuple(sorted(self._failed_rows))
+        if self.read_ahead is not None:
+            stats.prefetch = self.read_ahead.end_step(stats.stall_s)
         if (
             self._unsaved_since is not None
-            and self._clock() - self._unsaved_since > _SAVE_CHECKSUMS_EVERY_S
+            and self.clock() - self._unsaved_since > _SAVE_CHECKSUMS_EVERY_S
         ):
             self._save_checksums()
+        if self.usage is not None:
+            self.usage.save_now_and_then(self.loads)
         return stats
 
-    def demand(self, layer: int, counts: IntArray, tokens: int) -> LayerPass:
-        """`tokens` rows are at a layer and chose each of its experts `counts[expert]` times."""
+    def demand(
+        self,
+        layer: int,
+        counts: IntArray,
+        tokens: int,
+        in_order: bool = False,
+        weights: Callable[[], npt.NDArray[np.floating]] | None = None,
+    ) -> LayerPass | OrderedPass:
+        """`tokens` rows are at a layer and chose each of its experts `counts[expert]` times.
+
+        `in_order`: many rows, whose experts are to come one after another, each read once.
+        `weights()`: what each expert got of the rows' router weights.
+        """
         if self._loads:
             self._take_in(self._store.finished(wait=False))
         active = np.flatnonzero(counts)
         used = counts[active]
-        states = self.residency.states
-        asked = self._asked_in_step[layer]
-        first = asked[active] != self._step
-        asked[active] = self._step
-        new = int(np.count_nonzero(first))
-        hits = new
-        if not states.is_whole(layer):
-            hits = int(np.count_nonzero(first & states.is_resident(layer, active)))
-        pairs = int(used.sum())
-        stats = self.stats
-        stats.demand_hits += hits
-        stats.demand_misses += new - hits
-        stats.routed_pairs += pairs
-        stats.waves += max(1, -(-active.size // self.residency.quotas[layer]))
+        new: IntArray | None = None  # whom the step has not asked for before; None: everybody
+        if self._asked_layer_in_step[layer] == self._step:
+            new = np.flatnonzero(self._asked_in_step[layer][active] != self._step)
+        self._asked_layer_in_step[layer] = self._step
+        self._asked_in_step[layer][active] = self._step
         self.loads[layer][active] += used
-        self.residency.policy.touch(layer, active, used, tokens)
-        return LayerPass(self, layer, active)
+        stats, number = self.stats, active.size if new is None else new.size
+        stats.routed_pairs += int(np.add.reduce(used))
+        stats.waves += max(1, -(-active.size // self.residency.quotas[layer]))
+        if self.residency.states.is_whole(layer):
+            stats.demand_hits += number
+        else:
+            resident = self.residency.states.is_resident(layer, active)
+            hits = int(np.count_nonzero(resident if new is None else resident[new]))
+            stats.demand_hits += hits
+            stats.demand_misses += number - hits
+            if not self.residency.has_slots_for_all(layer):
+                self._keeper.demanded(layer, active, used, tokens, active[~resident], weights)
+        if self.read_ahead is not None:
+            in_vain = self.read_ahead.demanded(layer, active, used, tokens)
+            self._call_off([self._loads[layer, expert] for expert in in_vain])
+        return OrderedPass(self, layer, active) if in_order else LayerPass(self, layer, active)
 
     def report_bad_rows(self, rows: Sequence[int]) -> None:
         """Rows of the present forward call whose routing is NaN, infinite or out of range."""
@@ -212,11 +276,17 @@ class ExpertPool:
             raise ResidencyViolation("experts are LOADING without a load, or the other way round")
         if len(self._loads) != self._store.in_flight:
             raise ResidencyViolation("loads under way are miscounted")
+        ahead = self.read_ahead
+        if ahead is not None and not ahead.prefetcher.check(self.residency.states.state):
+            raise ResidencyViolation("prefetched experts under way are miscounted")
 
     def close(self) -> None:
         """Stop the readers, keep what was learned. The pool is of no use afterwards."""
+        self._keeper.close()
         self._store.close()
         self._save_checksums()
+        if self.usage is not None:
+            self.usage.save(self.loads)
 
     def submit(self, layer: int, expert: int, slot: int, priority: int) -> None:
         """Have the store fill a slot that was admitted."""
@@ -238,16 +308,13 @@ class ExpertPool:
 
     def call_off_preloads(self, layer: int) -> bool:
         """Free the slots of a layer's preloads that have not begun; True if there were any."""
-        preloads = [
-            load
-            for load in self._loads.values()
-            if load.layer == layer and load.priority == PRELOAD
-        ]
-        called_off = [load for load in preloads if self._store.call_off(load)]
-        for load in called_off:
-            del self._loads[layer, load.expert]
-            self.residency.called_off(layer, load.expert)
-        return bool(called_off)
+        return self._call_off(
+            [
+                load
+                for load in self._loads.values()
+                if load.layer == layer and load.priority != DEMAND
+            ]
+        )
 
     def collect(self, wait: bool) -> list[Load]:
         """Take in the loads that are done; with `wait`, at least one if any is under way."""
@@ -255,12 +322,28 @@ class ExpertPool:
             return []
         return self._take_in(self._store.finished(wait))
 
+    def _call_off(self, loads: list[Load]) -> bool:
+        called_off = [load for load in loads if self._store.call_off(load)]
+        for load in called_off:
+            del self._loads[load.layer, load.expert]
+            self.residency.called_off(load.layer, load.expert)
+            if self.read_ahead is not None:
+                self.read_ahead.prefetcher.called_off(load.layer, load.expert)
+        return bool(called_off)
+
     def _take_in(self, loads: list[Load]) -> list[Load]:
         for load in loads:
+            # Loads end about in the order in which they are taken in, so this is their union.
+            self.stats.read_s += max(0.0, load.ended_s - max(load.began_s, self._read_until_s))
+            self._read_until_s = max(self._read_until_s, load.ended_s)
             del self._loads[load.layer, load.expert]
             self.stats.rereads += max(0, load.attempts - 1)
             self.stats.records_read += load.full_reads
             self.stats.bytes_read += load.full_reads * load.record_bytes
+            self.stats.host_records += load.from_host
+            self.stats.host_bytes += load.from_host * load.record_bytes
+            if self.read_ahead is not None:
+                self.read_ahead.came(load)
             if load.error is not None:
                 self.residency.failed(load.layer, load.expert)
                 continue
@@ -274,7 +357,7 @@ class ExpertPool:
         if self._checksums.get(load.layer, load.expert) is None:
             self._checksums.learn(load.layer, load.expert, load.digest)
             if self._unsaved_since is None:
-                self._unsaved_since = self._clock()
+                self._unsaved_since = self.clock()
 
     def _save_checksums(self) -> None:
         if self._checksums is not None and self._unsaved_since is not None:

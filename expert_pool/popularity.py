@@ -32,7 +32,13 @@ class Popularity:
         self.tokens: npt.NDArray[np.float64] = np.zeros(num_layers)
         """Tokens seen by a layer, decayed as the counts are."""
 
-    def add(self, layer: int, experts: IntArray, counts: IntArray, tokens: int) -> None:
+    def add(
+        self,
+        layer: int,
+        experts: IntArray,
+        counts: IntArray | npt.NDArray[np.float64],
+        tokens: int,
+    ) -> None:
         """`tokens` passed a layer; each of the distinct `experts` was chosen `counts` times.
 
         They count as simultaneous.

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from core.errors import SettingsError
-from expert_pool.affinity_policy import AffinityPolicy
+from expert_pool.eviction_rules import EvictionRules
 from expert_pool.oracle import ABSENT, as_one_cache, belady_misses
 from expert_pool.policies import Policy, make_policy
 from expert_pool.routing_trace import RoutingTrace
@@ -84,8 +84,14 @@ def _replay_scope(
     for name in policies:
         runs: list[tuple[int, float | None]] = [(misses, None) for misses in optimum]
         if name != OPTIMUM:
-            policy = _make(name, demands.shape[1], num_experts)
-            runs = replay_policy(policy, demands, num_experts, slots)
+            policy: Policy = make_policy(name, demands.shape[1], num_experts)
+            weights = None
+            if name == PoolSettings().policy and scope == "per_layer":
+                # As it is served.
+                hysteresis = PoolSettings().hysteresis
+                policy = EvictionRules(policy, demands.shape[1], num_experts, hysteresis)
+                weights = trace.weights
+            runs = replay_policy(policy, demands, num_experts, slots, weights)
         for capacity, best, (misses, p99) in zip(capacities, optimum, runs, strict=True):
             yield ReplayResult(
                 policy=name,
@@ -99,19 +105,18 @@ def _replay_scope(
             )
 
 
-def _make(name: str, num_layers: int, num_experts: int) -> Policy:
-    if name == "affinity":
-        return AffinityPolicy(num_layers, num_experts)
-    return make_policy(name, num_layers, num_experts)
-
-
 def replay_policy(
-    policy: Policy, demands: IntArray, num_experts: int, capacities: Sequence[int]
+    policy: Policy,
+    demands: IntArray,
+    num_experts: int,
+    capacities: Sequence[int],
+    weights: npt.NDArray[np.float32] | None = None,
 ) -> list[tuple[int, float | None]]:
     """(misses, p99 of a decision in microseconds) at each capacity.
 
     A decision is timed by the thread's own CPU clock: on a busy machine a wall clock would time
-    the others. No policy is told its capacity, so one pass of touches serves them all.
+    the others. No policy is told its capacity, so one pass of touches serves them all. `weights`
+    are the router's, for hysteresis.
     """
     steps, layers, _ = demands.shape
     caches = [_Cache(layers, num_experts, capacity) for capacity in capacities]
@@ -124,8 +129,12 @@ def replay_policy(
             if not experts.size:
                 continue
             counts = np.ones_like(experts)
+            given = None if weights is None else weights[step, layer][: experts.size]
             before = clock()
-            policy.touch(layer, experts, counts, 1)
+            if given is not None and isinstance(policy, EvictionRules):
+                policy.touch(layer, experts, counts, 1, given)
+            else:
+                policy.touch(layer, experts, counts, 1)
             touch_ns = clock() - before
             for cache, spent_ns in zip(caches, decisions_ns, strict=True):
                 candidates, excess = cache.admit(layer, experts)

@@ -6,14 +6,15 @@ Only the step thread calls this. Bytes are moved by the store, between `admit` a
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from core.errors import BudgetError
-from expert_pool.policies import Policy
+from expert_pool.eviction_rules import EvictionRules
+from expert_pool.quotas import QuotaKeeper
 from expert_pool.slots import SlotArena, share_out
 from expert_pool.tables import AddressTable, IntArray, ResidencyViolation, State, StateTable
 
@@ -31,14 +32,25 @@ class Residency:
         self,
         layers: Sequence[LayerSpec],
         budget_bytes: int,
-        policy: Policy,
+        policy: EvictionRules,
         device: torch.device,
         clock: Callable[[], float],
+        hot_set: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
-        """Reserves the slots. Raises BudgetError where the budget or the machine is too small."""
+        """Reserves the slots. Raises BudgetError where the budget or the machine is too small.
+
+        Experts of `hot_set`, by layer, are never evicted.
+        """
         self.layers = tuple(layers)
         self.policy = policy
         self.quotas = share_out(layers, budget_bytes)
+        self.hot = _checked_hot_set(hot_set or {}, layers, self.quotas)
+        self.floors = [
+            layer.top_k + (self.hot[at].size if at in self.hot else 0)
+            for at, layer in enumerate(layers)
+        ]
+        """Slots that each layer keeps: its hot experts', and top_k for all others."""
+        self.quota_keeper: QuotaKeeper | None = None
         self.evictions = 0
         self._clock = clock
         shapes = list(dict.fromkeys((layer.params, layer.slot_bytes) for layer in layers))
@@ -80,9 +92,12 @@ class Residency:
             candidates = self.evictable(layer)
             if keep is not None:
                 candidates = candidates[~np.isin(candidates, keep)]
-            wanted = len(experts) - len(free)
-            for victim in self.policy.victims(layer, candidates, wanted):
-                self._evict(layer, int(victim))
+            victims = self.policy.victims(layer, candidates, len(experts) - len(free))
+            for victim in victims.tolist():
+                self._evict(layer, victim)
+            if self.quota_keeper is not None and keep is None and victims.size:
+                others = candidates[~np.isin(candidates, victims)]
+                self.quota_keeper.evicted(layer, victims, others)
         admitted = []
         for expert in experts[: len(free)]:
             self.states.start_loading(layer, expert)
@@ -91,9 +106,37 @@ class Residency:
             admitted.append((expert, slot))
         return admitted
 
+    def room_for(self, layer: int, experts: IntArray) -> int:
+        """Slots of a layer in which `experts` can be: all but those of other hot experts."""
+        room = self.quotas[layer]
+        if layer in self.hot:
+            held = self.hot[layer][self.addresses.slot_of[layer][self.hot[layer]] >= 0]
+            room -= int(np.count_nonzero(~np.isin(held, experts)))
+        return room
+
+    def has_slots_for_all(self, layer: int) -> bool:
+        """Whether nobody has to leave this layer, ever: there is nothing to decide."""
+        return self.quotas[layer] == self.layers[layer].num_experts
+
+    def make_quota_keeper(self) -> QuotaKeeper:
+        """Who proposes to move slots between these layers."""
+        return QuotaKeeper(
+            self.policy,
+            self.addresses.arena_of_layer,
+            self.floors,
+            [layer.num_experts for layer in self.layers],
+        )
+
+    def num_free(self, layer: int) -> int:
+        """Slots of a layer that hold nothing."""
+        return len(self._free[layer])
+
     def evictable(self, layer: int) -> IntArray:
         """Experts of a layer whose slots may be reused now."""
-        return self.states.evictable(layer)
+        found = self.states.evictable(layer)
+        if layer in self.hot:
+            found = found[~np.isin(found, self.hot[layer])]
+        return found
 
     def evict_if_idle(self, layer: int, expert: int) -> None:
         """Free the slot of an expert that is resident and not pinned; else do nothing."""
@@ -138,7 +181,7 @@ class Residency:
             raise BudgetError(
                 f"slots move between two layers of equal slot shape, not {source} to {target}"
             )
-        floor = self.layers[source].top_k
+        floor = self.floors[source]
         ceiling = self.layers[target].num_experts
         if (
             slots < 1
@@ -196,6 +239,7 @@ class Residency:
     def _evict(self, layer: int, expert: int) -> None:
         self.states.evict(layer, expert)
         self._give_back_slot(layer, expert)
+        self.policy.evicted(layer, expert)
         self.evictions += 1
 
     def _take_slot(self, layer: int, expert: int) -> int:
@@ -213,3 +257,26 @@ class Residency:
     def _give_back_slot(self, layer: int, expert: int) -> None:
         heapq.heappush(self._free[layer], self.addresses.release(layer, expert))
         self._ordered_from[layer] = None
+
+
+def _checked_hot_set(
+    hot_set: Mapping[int, Sequence[int]], layers: Sequence[LayerSpec], quotas: Sequence[int]
+) -> dict[int, IntArray]:
+    checked = {}
+    for at, experts in hot_set.items():
+        if not 0 <= at < len(layers):
+            raise BudgetError(f"hot_set: expected MoE layers 0..{len(layers) - 1}, found {at}")
+        layer, distinct = layers[at], np.unique(np.asarray(experts, dtype=np.int64))
+        if distinct.size and not 0 <= distinct[0] <= distinct[-1] < layer.num_experts:
+            raise BudgetError(
+                f"hot_set: layer {at} has experts 0..{layer.num_experts - 1}, "
+                f"found {distinct[0]}..{distinct[-1]}"
+            )
+        if quotas[at] < layer.num_experts and distinct.size + layer.top_k > quotas[at]:
+            raise BudgetError(
+                f"hot_set: layer {at} has {quotas[at]} slots, of which {layer.top_k} must be left "
+                f"to other experts; found {distinct.size} hot ones: name fewer or raise "
+                "expert_memory"
+            )
+        checked[at] = distinct
+    return checked

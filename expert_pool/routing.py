@@ -30,6 +30,13 @@ class Routing:
         end = self.ends[expert]
         return self.order[end - self.counts[expert] : end]
 
+    def weights_of(self, top_k_weights: torch.Tensor) -> npt.NDArray[np.float64]:
+        """Sum of the router's weights that each expert got, [E]; bad ones count as 0."""
+        flat = top_k_weights.detach().reshape(-1).float().cpu().numpy()[self.order]
+        experts = np.repeat(np.arange(self.counts.size), self.counts)
+        sums = np.bincount(experts, weights=flat, minlength=self.counts.size)
+        return np.nan_to_num(sums, nan=0.0, posinf=0.0, neginf=0.0)
+
 
 _NOTHING = np.zeros(0, dtype=np.int64)
 

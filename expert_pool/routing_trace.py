@@ -1,7 +1,8 @@
 """Recorded routing: which experts each step demanded of each layer.
 
 Two formats are read. `.npz` with `expert_ids` [tokens, layers, k] and, where documents matter,
-`doc_offsets` (first token of each); optional `num_experts`. And the route-trace CSV (`# route_trace
+`doc_offsets` (first token of each); optional `num_experts`, and the router's `gate_weights` of
+the same shape. And the route-trace CSV (`# route_trace
 v1`), one line for each expert of a layer of a step. One row of an npz is one step of one token.
 """
 
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from core.errors import CoterieError
 from expert_pool.oracle import ABSENT
@@ -30,12 +32,16 @@ class TraceError(CoterieError):
 
 @dataclass(frozen=True, slots=True)
 class RoutingTrace:
-    """`demands` [steps, layers, k]: distinct experts, ascending, then ABSENT."""
+    """`demands` [steps, layers, k]: distinct experts, ascending, then ABSENT.
+
+    `weights`, where known, are what the router gave each of them.
+    """
 
     name: str
     demands: IntArray
     num_experts: int
     doc_offsets: IntArray
+    weights: npt.NDArray[np.float32] | None = None
 
     @classmethod
     def read(cls, path: Path) -> RoutingTrace:
@@ -55,6 +61,7 @@ class RoutingTrace:
         expert_ids: IntArray,
         num_experts: int,
         doc_offsets: IntArray | None = None,
+        weights: npt.NDArray[np.floating] | None = None,
     ) -> RoutingTrace:
         """From expert ids [steps, layers, k] in any order; a repeated or ABSENT id counts not."""
         if expert_ids.ndim != 3 or not expert_ids.size:
@@ -68,12 +75,14 @@ class RoutingTrace:
                 f"{name}: expected expert ids of 0..{num_experts - 1}, found {lowest}..{highest}"
             )
         beyond = num_experts
-        ids = np.sort(np.where(expert_ids == ABSENT, beyond, expert_ids), axis=2)
+        ids = np.where(expert_ids == ABSENT, beyond, expert_ids)
+        given = None if weights is None else weights.astype(np.float32)
+        ids, given = _sorted(ids, given)
         ids[:, :, 1:][ids[:, :, 1:] == ids[:, :, :-1]] = beyond
-        ids.sort(axis=2)
+        ids, given = _sorted(ids, given)
         demands = np.where(ids == beyond, ABSENT, ids).astype(np.int64)
         offsets = np.zeros(1, np.int64) if doc_offsets is None else doc_offsets.astype(np.int64)
-        return cls(name, demands, num_experts, offsets)
+        return cls(name, demands, num_experts, offsets, given)
 
     @property
     def accesses(self) -> int:
@@ -86,6 +95,15 @@ class RoutingTrace:
         return int((self.demands != ABSENT).sum(axis=2).max())
 
 
+def _sorted(
+    ids: IntArray, weights: npt.NDArray[np.float32] | None
+) -> tuple[IntArray, npt.NDArray[np.float32] | None]:
+    if weights is None:
+        return np.sort(ids, axis=2), None
+    order = np.argsort(ids, axis=2, kind="stable")
+    return np.take_along_axis(ids, order, 2), np.take_along_axis(weights, order, 2)
+
+
 def _read_npz(path: Path) -> RoutingTrace:
     try:
         with np.load(path, allow_pickle=False) as stored:
@@ -94,6 +112,7 @@ def _read_npz(path: Path) -> RoutingTrace:
                 raise TraceError(f"{path}: expected an array expert_ids, found {names}")
             expert_ids = stored["expert_ids"]
             offsets = stored["doc_offsets"] if "doc_offsets" in names else None
+            weights = stored["gate_weights"] if "gate_weights" in names else None
             named = int(stored["num_experts"]) if "num_experts" in names else None
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise TraceError(f"{path}: not an npz file: {error}") from error
@@ -101,7 +120,12 @@ def _read_npz(path: Path) -> RoutingTrace:
         raise TraceError(f"{path}: expected whole numbers in expert_ids, found {expert_ids.dtype}")
     ids = expert_ids.astype(np.int64)
     num_experts = named if named is not None else int(ids.max(initial=0)) + 1
-    return RoutingTrace.of(str(path), ids, num_experts, offsets)
+    if weights is not None and weights.shape != ids.shape:
+        raise TraceError(
+            f"{path}: expected gate_weights of the shape of expert_ids, {list(ids.shape)}, "
+            f"found {list(weights.shape)}"
+        )
+    return RoutingTrace.of(str(path), ids, num_experts, offsets, weights)
 
 
 def _read_csv(path: Path) -> RoutingTrace:

@@ -40,15 +40,74 @@ def expert_memory_bytes(expert_memory: str | int, all_experts_bytes: int) -> int
     return granted
 
 
+def parse_host_memory(value: object) -> str | int:
+    """`"auto"`, `"off"`, `"all"`, a percentage, or bytes. Raises ValueError for anything else."""
+    if value is False or (isinstance(value, str) and value.strip().lower() == "off"):
+        return "off"  # YAML reads a bare off as false
+    if isinstance(value, str) and value.strip().lower() == "auto":
+        return "auto"
+    try:
+        return parse_expert_memory(value)
+    except ValueError as error:
+        raise ValueError(
+            'expected "auto", "off", "all", a percentage such as "50%", or bytes such as "8GiB", '
+            f"found {value!r}"
+        ) from error
+
+
+def host_memory_bytes(
+    host_memory: str | int, all_experts_bytes: int, spare_bytes: int, on_device: bool
+) -> int:
+    """Bytes of the host tier; `spare_bytes` is what the machine has beside everything else.
+
+    Never more than all experts take.
+    """
+    chosen = parse_host_memory(host_memory)
+    if chosen == "auto":
+        half = max(0, spare_bytes) // 2
+        # A part of them would cost slower reads of all others on a CPU machine.
+        chosen = half if on_device or half >= all_experts_bytes else 0
+    elif chosen == "off":
+        chosen = 0
+    elif chosen == "all":
+        chosen = all_experts_bytes
+    elif isinstance(chosen, str):
+        chosen = int(max(0, spare_bytes) * float(chosen.removesuffix("%")) / 100)
+    return min(int(chosen), all_experts_bytes)
+
+
 class PoolSettings(ConfigModel):
     """How much memory experts get, and how they reach it."""
 
     expert_memory: Annotated[str | int, BeforeValidator(parse_expert_memory)] = "all"
     """Memory for experts on the device: "all", a percentage of all experts' bytes ("50%"),
     or bytes ("8GiB"). The least that works is top_k experts in every MoE layer."""
-    policy: Literal["lru", "lfu"] = "lfu"
-    """Which expert leaves first: least recently used, or least frequently used with its count
-    decayed by .95 a token of its layer."""
+    host_memory: Annotated[str | int, BeforeValidator(parse_host_memory)] = "auto"
+    """Memory of the machine for experts that are not in slots: "off", "all" experts, a percentage
+    of what is free ("50%"), or bytes. On a CPU machine it is page cache that reads leave behind,
+    and "auto" is all of them where twice that is free, else off: slots are the better use of
+    memory that is short. Beside a device it is shared by all replicas and outlives them, and
+    "auto" is half of what is free."""
+    policy: Literal["lru", "lfu", "affinity"] = "affinity"
+    """Which expert leaves first: the least recently used; the least frequently used, its count
+    decayed by .95 a token of its layer; or the one least likely to be asked for again soon, given
+    whom the layer asks for now, which is learned while serving."""
+    hysteresis: float = Field(default=8.0, ge=0)
+    """An expert leaves last while its share of the router's weight, smoothed over its layer's
+    tokens by .95, is at least so many times an even share (1 / experts); 0: no such rule."""
+    move_quotas: bool = True
+    """Let slots go from layers that would hardly miss them to layers that would use them."""
+    hot_set: dict[int, list[int]] = Field(default_factory=dict)
+    """Experts that never leave once they are there, by MoE layer (0 is the first): {0: [3, 17]}.
+    A layer keeps at least top_k slots for others."""
+    regret_layers: int = Field(default=4, ge=0, le=64)
+    """Layers, evenly spaced, whose misses are compared with the best possible afterwards."""
+    prefetch: Literal["auto", "on", "off"] = "auto"
+    """Whether to read the experts that later layers will likely need before they ask: "auto" while
+    it measurably pays, "on" always, "off" never."""
+    hot_start_s: float = Field(default=10.0, ge=0)
+    """Seconds that a start may take to read the experts that were used most in earlier runs, before
+    it is ready. 0: they are neither read nor kept count of."""
     read_threads: int = Field(default=4, ge=1, le=64)
     """Threads that read experts from disk."""
     direct_io: bool = True

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import psutil
 import torch
 
 from core.config_model import format_bytes
 from core.errors import BudgetError
 from core.model_shape import SLOT_ALIGN_BYTES
+from expert_pool.host_memory import available_bytes
 
 if TYPE_CHECKING:
     from expert_pool.checkpoint_index import LayerSpec, ParamSpec
@@ -82,7 +82,7 @@ def _allocate(need: int, device: torch.device) -> torch.Tensor:
     """`need` bytes from a page boundary on. Raises BudgetError where there are fewer."""
     if device.type == "cpu":
         # Linux would promise more than there is and kill us at the first long prompt.
-        have = psutil.virtual_memory().available
+        have = available_bytes()
         if need > have:
             raise BudgetError(
                 f"expert memory: need {need} bytes ({format_bytes(need)}), have {have} bytes "

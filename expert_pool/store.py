@@ -10,6 +10,7 @@ import itertools
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -19,13 +20,16 @@ import xxhash
 
 from core.errors import ExpertReadError
 from expert_pool.file_reader import ByteArray, Reader
+from expert_pool.host_tier import HostTier
+from expert_pool.page_cache import PageCacheReader
 
 if TYPE_CHECKING:
     from expert_pool.checkpoint_index import CheckpointIndex, ExpertRecord
 
 _log = logging.getLogger(__name__)
 DEMAND = 0
-PRELOAD = 1
+PREFETCH = 1
+PRELOAD = 2
 _ATTEMPTS = 2
 """A failed read or checksum is tried once more before the expert is quarantined."""
 
@@ -46,13 +50,18 @@ class Load:
     error: Exception | None = None
     digest: int | None = None
     record_bytes: int = 0
+    from_host: bool = False
+    """Its bytes came from the host tier, not from a disk."""
     full_reads: int = 0
-    """Times that the whole record was read."""
+    """Times that the whole record was read from disk."""
     attempts: int = 0
+    began_s: float = 0.0
+    """`time.perf_counter` when a reader took it up, and when it was done."""
+    ended_s: float = 0.0
 
 
 class ExpertStore:
-    """Reader threads over one checkpoint. Demand goes before preload."""
+    """Reader threads over one checkpoint. Demand goes before prefetch, that before preload."""
 
     def __init__(
         self,
@@ -60,11 +69,14 @@ class ExpertStore:
         reader: Reader,
         threads: int,
         expected_digest: Callable[[int, int], int | None] | None,
+        host_tier: HostTier | None = None,
     ) -> None:
         """`expected_digest(layer, expert)` is the xxh3_64 to compare with, None to learn it.
 
-        Without it, nothing is checked or learned.
+        Without it, nothing is checked or learned. A `host_tier` is asked before the reader, and
+        keeps what that read.
         """
+        self._host_tier = host_tier
         self._index = index
         self._reader = reader
         self._expected_digest = expected_digest
@@ -87,7 +99,7 @@ class ExpertStore:
         self._queue.put((load.priority, next(self._order), load))
 
     def hurry(self, load: Load) -> None:
-        """Turn a preload that has not begun into demand."""
+        """Turn a load that has not begun into demand."""
         if load.priority != DEMAND:
             load.priority = DEMAND
             self._queue.put((DEMAND, next(self._order), load))
@@ -117,6 +129,8 @@ class ExpertStore:
         for thread in self._threads:
             thread.join()
         self._reader.close()
+        if self._host_tier is not None:
+            self._host_tier.close()
 
     def _take(self, load: Load) -> bool:
         with self._lock:
@@ -136,18 +150,26 @@ class ExpertStore:
                 return
             if not self._take(load):
                 continue
+            load.began_s = time.perf_counter()
             try:
                 self._fetch(load, workspace)
             except Exception as error:  # a reader must live on; the step thread reports it
                 load.error = error
+            load.ended_s = time.perf_counter()
             self._finished.put(load)
+            self._keep(load, workspace)
 
     def _fetch(self, load: Load, workspace: _Workspace) -> None:
         record = self._index.record(load.layer, load.expert)
         load.record_bytes = record.nbytes
         expected = self._expected_digest(load.layer, load.expert) if self._expected_digest else None
-        on_cpu = load.slot.device.type == "cpu"
-        host = load.slot if on_cpu else workspace.pinned(load.slot.numel())
+        in_place = load.slot.device.type == "cpu" and self._host_tier is None
+        host = load.slot if in_place else workspace.pinned(load.slot.numel())
+        if self._host_tier is not None:
+            load.from_host = self._host_tier.fetch(load.layer, load.expert, host.numpy(), expected)
+            if load.from_host:
+                _copy(host, load)
+                return
         placement = self._index.placement(load.layer)
         pieces = (
             workspace.pieces(record)
@@ -165,25 +187,26 @@ class ExpertStore:
                 break
             except (OSError, ExpertReadError) as error:
                 _log.warning("attempt %d of %d failed: %s", attempt, _ATTEMPTS, error)
+                if isinstance(self._reader, PageCacheReader):
+                    self._reader.forget(record.pieces)
                 if attempt == _ATTEMPTS:
                     raise
         if placement is None:
             self._index.assemble(record, pieces, host)
-        if not on_cpu:
-            if load.fence is not None:
-                load.fence.synchronize()
-            load.slot.copy_(host)
-            torch.cuda.current_stream(load.slot.device).synchronize()
+        if not in_place:
+            _copy(host, load)
 
     def _read(
         self, load: Load, record: ExpertRecord, arrays: list[ByteArray], expected: int | None
     ) -> None:
         hasher = xxhash.xxh3_64()
+        cached = True
         for piece, array in zip(record.pieces, arrays, strict=True):
-            self._reader.read(piece.file, piece.offset, array)
+            cached = bool(self._reader.read(piece.file, piece.offset, array)) and cached
             if self._expected_digest is not None:
                 hasher.update(array.data)
-        load.full_reads += 1
+        load.from_host = cached
+        load.full_reads += not cached
         if self._expected_digest is None:
             return
         load.digest = hasher.intdigest()
@@ -195,6 +218,25 @@ class ExpertStore:
                 "not those that were there before: run `coterie verify` and restore the file"
             )
 
+    def _keep(self, load: Load, workspace: _Workspace) -> None:
+        """Gives the host tier what was just read, after the load was handed over."""
+        if self._host_tier is None or load.error is not None or load.from_host:
+            return
+        image = workspace.pinned(load.slot.numel()).numpy()
+        try:
+            self._host_tier.keep(load.layer, load.expert, image, load.digest)
+        except OSError as error:
+            _log.warning("the host tier cannot keep an expert: %s", error)
+
+
+def _copy(host: torch.Tensor, load: Load) -> None:
+    """From host memory into the slot; over when this returns."""
+    if load.fence is not None:
+        load.fence.synchronize()
+    load.slot.copy_(host)
+    if load.slot.device.type == "cuda":
+        torch.cuda.current_stream(load.slot.device).synchronize()
+
 
 class _Workspace:
     """One reader thread's buffers, kept between loads."""
@@ -202,6 +244,7 @@ class _Workspace:
     def __init__(self) -> None:
         self._pieces: list[torch.Tensor] = []
         self._pinned = torch.empty(0, dtype=torch.uint8)
+        self._pins = True
 
     def pieces(self, record: ExpertRecord) -> list[torch.Tensor]:
         """One uint8 tensor for each piece of a record that has to be assembled."""
@@ -212,13 +255,14 @@ class _Workspace:
 
     def pinned(self, nbytes: int) -> torch.Tensor:
         """Host memory that a device can copy from fast; pageable where there is no more."""
-        if self._pinned.numel() != nbytes:
+        if self._pinned.numel() < nbytes:
             try:
-                self._pinned = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+                self._pinned = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pins)
             except RuntimeError as error:
                 _log.warning("no pinned memory (%s): experts are copied from pageable", error)
+                self._pins = False
                 self._pinned = torch.empty(nbytes, dtype=torch.uint8)
-        return self._pinned
+        return self._pinned[:nbytes]
 
 
 def _start_with_one_torch_thread_each(

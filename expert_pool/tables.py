@@ -43,7 +43,7 @@ class StateTable:
         shape = (len(experts_per_layer), max(experts_per_layer, default=0))
         self.experts_per_layer = tuple(experts_per_layer)
         self.state = np.zeros(shape, dtype=np.int8)
-        self.pins = np.zeros(shape, dtype=np.int32)
+        self.pins = np.zeros(shape, dtype=np.int16)
         self.resident_counts = [0] * shape[0]
 
     def is_resident(self, layer: int, experts: IntArray) -> npt.NDArray[np.bool_]:
@@ -58,6 +58,11 @@ class StateTable:
         """RESIDENT experts of a layer that nobody has pinned, in ascending order."""
         mask = (self.state[layer] == _RESIDENT) & (self.pins[layer] == 0)
         return np.flatnonzero(mask)
+
+    def holders(self, layer: int) -> IntArray:
+        """Experts of a layer that are RESIDENT or LOADING, in ascending order."""
+        row = self.state[layer]
+        return np.flatnonzero((row == _RESIDENT) | (row == State.LOADING))
 
     def start_loading(self, layer: int, expert: int) -> None:
         """UNLOADED or QUARANTINED to LOADING."""
@@ -136,8 +141,8 @@ class AddressTable:
     ) -> None:
         shape = (len(experts_per_layer), max(experts_per_layer, default=0))
         self.arena_of_layer = tuple(arena_of_layer)
-        self.slot_of = np.full(shape, -1, dtype=np.int64)
-        self._owner = [np.full(capacity, -1, dtype=np.int64) for capacity in arena_capacities]
+        self.slot_of = np.full(shape, -1, dtype=np.int32)
+        self._owner = [np.full(capacity, -1, dtype=np.int32) for capacity in arena_capacities]
         self._width = shape[1]
 
     def owner(self, arena: int, slot: int) -> tuple[int, int] | None:
@@ -169,7 +174,7 @@ class AddressTable:
 
     def lookup(self, layer: int, experts: IntArray) -> IntArray:
         """Slots of `experts`; raises if one has none, or its slot belongs to another by now."""
-        slots = self.slot_of[layer][experts]
+        slots = self.slot_of[layer][experts].astype(np.int64)
         owners = self._owner[self.arena_of_layer[layer]]
         stale = (slots < 0) | (owners[slots] != experts + layer * self._width)
         if stale.any():

@@ -16,6 +16,7 @@ from core.errors import SettingsError
 
 FLAGS = {
     "--expert-memory": "pool.expert_memory",
+    "--host-memory": "pool.host_memory",
     "--policy": "pool.policy",
     "--dtype": "engine.dtype",
     "--context-tokens": "engine.context_tokens",

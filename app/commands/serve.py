@@ -20,10 +20,12 @@ from app.commands.options import settings_command
 from app.local_ray import local_ray, prepare_environment
 from app.local_service import LocalService
 from app.preflight import Preflight, PreflightProcess
+from app.running_service import recorded
 from app.settings import Settings
 from app.settings_sources import LoadedSettings
 from core.config_model import format_bytes
 from core.errors import CoterieError
+from deployments.access import Access
 from expert_pool.model_location import locate
 
 READY_LIMIT_S = 120.0
@@ -53,6 +55,11 @@ def _serve(
     folder = locate(loaded.settings.model, download).resolve()
     settings = _resolved(loaded.settings)
     _refuse_taken_port(settings)
+    if not Access(settings.serving).needs_key and not _is_loopback(settings.serving.host):
+        console.print(
+            f"warning: no API keys are set, so whoever reaches {settings.serving.host} can use "
+            "the model (see docs/operations.md)"
+        )
     prepare_environment(settings.serving.max_body_bytes)
     with console.status(f"checking {folder}"):
         check = PreflightProcess(settings, folder)
@@ -71,7 +78,8 @@ def _serve(
             status.stop()
             console.print(f"ready after {time.monotonic() - started:.0f} s. Try:\n")
             console.print(example(service.url, model_name(settings)), end="\n\n", markup=False)
-            _watch(console, service)
+            with recorded(running.address, service.url):
+                _watch(console, service)
             console.print("stopping: running requests may end, new ones are refused")
         finally:
             service.stop()
@@ -92,13 +100,19 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _resolved(settings: Settings) -> Settings:
-    """With an absolute folder (replicas have another working directory) and a definite port."""
+    """With absolute paths (replicas have another working directory) and a definite port."""
     serving = settings.serving
     if serving.port == 0:
         with socket.create_server((serving.host, 0)) as probe:
             serving = serving.model_copy(update={"port": probe.getsockname()[1]})
     folder = Path(settings.model).expanduser()
     model = str(folder.resolve()) if folder.is_dir() else settings.model
+    paths = {
+        name: str(Path(value).expanduser().resolve())
+        for name in ("keys_file", "request_log")
+        if (value := getattr(serving, name)) is not None
+    }
+    serving = serving.model_copy(update=paths)
     return settings.model_copy(update={"model": model, "serving": serving})
 
 
@@ -117,8 +131,12 @@ def _refuse_taken_port(settings: Settings) -> None:
         ) from error
 
 
+def _is_loopback(host: str) -> bool:
+    return host == "localhost" or host.startswith("127.") or host == "::1"
+
+
 def describe(plan: Preflight) -> str:
-    """The model and its memory in three lines."""
+    """The model and its memory in four lines."""
     shape = plan.shape
     layers = shape.moe_layers
     experts = sum(layer.num_experts for layer in layers)
@@ -133,14 +151,24 @@ def describe(plan: Preflight) -> str:
         f"memory of a replica: {format_bytes(plan.need_bytes)} on {plan.device} "
         f"(slots {format_bytes(plan.slots_bytes)}, other weights "
         f"{format_bytes(shape.backbone_bytes)}, KV {format_bytes(plan.kv_bytes)}, scratch "
-        f"{format_bytes(plan.scratch_bytes)}), {format_bytes(plan.available_bytes)} available"
+        f"{format_bytes(plan.scratch_bytes)}), {format_bytes(plan.available_bytes)} available\n"
+        f"host tier: {_host_tier(plan)}"
     )
+
+
+def _host_tier(plan: Preflight) -> str:
+    if not plan.host_bytes:
+        return "none; experts that are not in slots are read from disk"
+    kind = "page cache" if plan.is_on_cpu else "memory shared by the replicas, kept after them"
+    share = plan.host_bytes / plan.shape.all_experts_bytes
+    return f"{format_bytes(plan.host_bytes)} of {kind}, {share:.0%} of the experts"
 
 
 def logical_cpus(settings: Settings) -> int:
     """CPUs that Ray is told of: enough to place everything. Threads share the real ones."""
     serving = settings.serving
-    return max(os.cpu_count() or 1, math.ceil(serving.replicas * (serving.rank_cpus + 0.5)) + 1)
+    needed = serving.replicas * (serving.rank_cpus + 0.5) + 0.1 * serving.gateways
+    return max(os.cpu_count() or 1, math.ceil(needed) + 1)
 
 
 def example(url: str, model: str) -> str:

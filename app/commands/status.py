@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import urllib.error
 import urllib.request
 from typing import Annotated, Any
@@ -12,6 +13,7 @@ import typer
 from core.errors import CoterieError
 
 TIMEOUT_S = 5.0
+KEY_VARIABLE = "COTERIE_API_KEY"
 # A proxy from the environment is for the outside; the service is ours.
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -23,6 +25,8 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Ask a running service how it is. The exit code is 0 only when it is ready.
+
+    Where keys are configured, COTERIE_API_KEY is needed to see the models.
 
     \b
       coterie status
@@ -59,8 +63,11 @@ def read_status(url: str) -> dict[str, Any]:
 
 def get_json(url: str) -> tuple[int, Any]:
     """HTTP status and JSON body, None where the body is none. CoterieError: nobody answered."""
+    key = os.environ.get(KEY_VARIABLE)
+    headers = {"authorization": f"Bearer {key}"} if key else {}
     try:
-        with _OPENER.open(url, timeout=TIMEOUT_S) as response:
+        asked = urllib.request.Request(url, headers=headers)
+        with _OPENER.open(asked, timeout=TIMEOUT_S) as response:
             code, body = response.status, response.read()
     except urllib.error.HTTPError as error:
         code, body = error.code, error.read()

@@ -6,6 +6,7 @@ from app.commands.serve import describe, logical_cpus
 from app.preflight import check_model
 from app.settings import Settings
 from core.errors import BudgetError
+from expert_pool import host_memory
 from tests.app.test_cli import DEMO_MODEL
 
 
@@ -43,6 +44,51 @@ def test_too_little_memory_names_need_and_have(sections):
         check_model(settings(**sections), DEMO_MODEL)
     assert "need" in str(refused.value)
     assert "have" in str(refused.value) or "has" in str(refused.value)
+
+
+@pytest.mark.parametrize("memory", ["900TiB", "all", "10%", "off", "auto", 4096])
+def test_the_host_tier_is_part_of_the_plan(memory):
+    plan = check_model(settings(pool={"host_memory": memory}), DEMO_MODEL)
+    everything = plan.shape.all_experts_bytes
+    expected = {"off": 0, "auto": 0, 4096: 4096}.get(memory, everything)
+    assert plan.host_bytes == expected, "auto: with a slot for each, none is read twice"
+    assert ("page cache" in describe(plan)) == bool(expected)
+
+
+def test_experts_that_do_not_fit_slots_stay_in_the_page_cache_where_there_is_room():
+    plan = check_model(settings(pool={"expert_memory": "50%"}), DEMO_MODEL)
+    assert plan.host_bytes == plan.shape.all_experts_bytes
+
+
+def test_prompts_that_pass_layer_by_layer_have_their_memory_in_the_plan():
+    few, every = (
+        check_model(settings(pool={"expert_memory": memory}), DEMO_MODEL)
+        for memory in ("50%", "100%")
+    )
+    assert few.scratch_bytes - every.scratch_bytes == settings().engine.prefill_memory
+
+
+@pytest.mark.parametrize("taken", [0, 1])
+def test_a_host_tier_that_does_not_fit_names_need_and_have(monkeypatch, taken):
+    plan = check_model(settings(pool={"host_memory": "off"}), DEMO_MODEL)
+    everything = plan.shape.all_experts_bytes
+    have = plan.need_bytes + everything - taken
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: have)
+    asked = settings(pool={"host_memory": "all"})
+    if not taken:
+        assert check_model(asked, DEMO_MODEL).host_bytes == everything
+        return
+    left = everything - taken
+    with pytest.raises(BudgetError, match=f"need {everything} bytes.*have {left} bytes"):
+        check_model(asked, DEMO_MODEL)
+
+
+def test_each_replica_needs_its_own_memory(monkeypatch):
+    one = check_model(settings(), DEMO_MODEL)
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 3 * one.need_bytes - 1)
+    check_model(settings(serving={"replicas": 2}), DEMO_MODEL)
+    with pytest.raises(BudgetError, match=f"need {3 * one.need_bytes} bytes.*3 replicas"):
+        check_model(settings(serving={"replicas": 3}), DEMO_MODEL)
 
 
 def test_ray_is_told_of_cpus_enough_for_every_replica():

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.errors import OverloadedError
-from deployments.admission import Admission
+from deployments.admission import BATCH_PATIENCE_S, Admission
 
 
 class Clock:
@@ -68,16 +68,66 @@ def test_nothing_is_handed_over_without_a_rank() -> None:
 def test_retry_after_follows_the_rate_of_departures() -> None:
     clock = Clock()
     queue = make(clock, hand_over=1, requests=20)
-    for number in range(10):
+    for number in range(12):
         queue.offer(str(number), 1, 1)
-        queue.take()
+    for number in range(3):
+        assert queue.take() == [str(number)]
         clock.now_s += 0.5
-        queue.leave(str(number))
-    for number in range(9):
-        queue.offer(f"w{number}", 1, 1)
-    assert queue.retry_after_s() == 5.0  # ten to go, two a second
-    clock.now_s += 61
-    assert queue.retry_after_s() == 2.0  # nothing is known of the last minute
+        queue.progress(str(number), 1)
+        queue.leave(str(number), completed=True)
+    queue.take()
+    assert queue.retry_after_s() == 4.0  # nine to go, two a second
+    assert make(clock).retry_after_s() == 2.0  # nothing is known
+
+
+def test_interactive_requests_pass_batch_ones_but_not_for_ever() -> None:
+    clock = Clock()
+    queue = make(clock, hand_over=1, requests=20)
+    queue.offer("running", 1, 1)
+    queue.take()
+    queue.offer("batch", 1, 1, "batch")
+    clock.now_s += 5
+    queue.offer("person", 1, 1)
+    assert queue.queued_ids() == ["person", "batch"]
+    queue.leave("running")
+    assert queue.take() == ["person"]
+    clock.now_s += BATCH_PATIENCE_S
+    queue.offer("late", 1, 1)
+    queue.leave("person")
+    assert queue.take() == ["batch"]
+
+
+def test_batch_requests_leave_room_for_interactive_ones() -> None:
+    queue = make(Clock(), hand_over=0, requests=4, tokens=100)
+    queue.offer("a", 10, 1, "batch")
+    with pytest.raises(OverloadedError, match="60 prompt tokens of priority batch"):
+        queue.offer("b", 50, 1, "batch")
+    queue.offer("b", 10, 1, "batch")
+    with pytest.raises(OverloadedError, match="3 waiting requests of priority batch"):
+        queue.offer("c", 1, 1, "batch")
+    queue.offer("d", 70, 1)
+    with pytest.raises(OverloadedError, match="101 prompt tokens"):
+        queue.offer("e", 11, 1)
+    queue.offer("f", 1, 1)
+    with pytest.raises(OverloadedError, match="5 waiting requests"):
+        queue.offer("g", 1, 1)
+
+
+def test_who_cannot_be_served_before_the_deadline_is_told_at_once() -> None:
+    clock = Clock()
+    queue = make(clock, hand_over=1, requests=20)
+    for name in "abc":
+        queue.offer(name, 1, 1, tokens_at_most=11, patience_s=0.1)  # nothing is known yet
+    queue.take()
+    clock.now_s += 1.0
+    queue.progress("a", 1)
+    clock.now_s += 1.0
+    queue.progress("a", 5)
+    # Five tokens more of a, then twice a first token and ten others: 1 + 2 x 3 seconds.
+    assert queue.retry_after_s() == 7.0
+    with pytest.raises(OverloadedError, match=r"about 7\.0 s, and its deadline is in 6\.5 s"):
+        queue.offer("d", 1, 1, patience_s=6.5)
+    queue.offer("d", 1, 1, patience_s=7.5)
 
 
 def test_waiting_too_long_is_told_apart() -> None:

@@ -11,7 +11,7 @@ from core.errors import CheckpointError
 from core.step import TokenLogprob
 from deployments.detokenizer import Detokenizer
 from deployments.model_files import open_pieces
-from deployments.token_pieces import TokenizerPieces
+from engine.token_pieces import TokenizerPieces
 from tests.serving.tiny_model_folder import make_folder, make_tokenizer
 
 BYTE_LEVEL = TokenizerPieces(make_tokenizer(), {"type": "ByteLevel"})

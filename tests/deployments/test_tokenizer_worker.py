@@ -23,8 +23,8 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> TokenizerWorker:
 
 def test_chat_and_text_become_ids(worker: TokenizerWorker) -> None:
     assert asyncio.run(worker.chat_ids(TURN, {})) == (265, 259, 32, 257, 266)
-    assert asyncio.run(worker.prompt_ids("the")) == (259,)
-    assert asyncio.run(worker.prompt_ids((7, 8))) == (7, 8)
+    assert asyncio.run(worker.prompt("the")).ids == (259,)
+    assert asyncio.run(worker.prompt((7, 8))).ids == (7, 8)
 
 
 def test_a_long_text_does_not_block_the_loop(worker: TokenizerWorker) -> None:
@@ -43,7 +43,7 @@ def test_a_long_text_does_not_block_the_loop(worker: TokenizerWorker) -> None:
 
         ticking = asyncio.create_task(tick())
         began = time.monotonic()
-        ids = await worker.prompt_ids("xq vz kj " * 30_000)
+        ids = (await worker.prompt("xq vz kj " * 30_000)).ids
         took = time.monotonic() - began
         done = True
         await ticking

@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -20,8 +21,11 @@ from core.request import Request, SamplingParams
 from core.step import PoolStepStats, StepPlan
 from engine.engine import Engine
 from engine.stock_runner import StockRunner
+from expert_pool import forecast, prefetch, quotas, regret
 from expert_pool.checkpoint_index import CheckpointIndex
 from expert_pool.file_reader import FileReader
+from expert_pool.host_tier import HostTier
+from expert_pool.policies import POLICIES
 from expert_pool.pool import ExpertPool
 from expert_pool.settings import PoolSettings
 
@@ -51,8 +55,11 @@ def hash_logits(logits: torch.Tensor) -> str:
     return f"{tuple(logits.shape)} {xxhash.xxh3_128_hexdigest(raw.data)}"
 
 
-def record(model_dir: Path, dtype: str, seed: int = 0) -> PlanLog:
-    """Serves a few requests, some greedy, with prompts in parts, prefix hits and preemption."""
+def record(model_dir: Path, dtype: str, seed: int = 0, expert_memory: str | int = "all") -> PlanLog:
+    """Serves a few requests, some greedy, with prompts in parts, prefix hits and preemption.
+
+    With less than all `expert_memory`, long prompts pass layer by layer.
+    """
     index = CheckpointIndex.open(model_dir, dtype)
     block_bytes = index.shape.kv_block_bytes(4)
     engine = Engine.open(
@@ -66,7 +73,7 @@ def record(model_dir: Path, dtype: str, seed: int = 0) -> PlanLog:
             "context_tokens": 48,
             "scratch_memory": 2**22,
         },
-        {"expert_memory": "all", "read_threads": 1},
+        {"expert_memory": expert_memory, "read_threads": 1},
     )
     pool = engine.pool
     # Everything is read once, so that every checksum is known later.
@@ -185,6 +192,26 @@ class Fuzzer:
             self.pool.settle()
 
 
+@contextmanager
+def wild_forecasts(pool: ExpertPool, rng: random.Random) -> Iterator[None]:
+    """Each predictor takes its turn, and its guesses are believed or not at random."""
+    if pool.read_ahead is None:
+        yield
+        return
+    known = pool.read_ahead.prefetcher.forecaster
+    known.set_distance(rng.randint(1, min(3, len(pool.index.layers) - 1)))
+
+    def rates(asked: np.ndarray, judged: np.ndarray) -> np.ndarray:
+        return np.array([rng.random() for _ in asked], np.float32)
+
+    with (
+        patch.object(forecast, "_rates", rates),
+        patch.object(known, "_choose", lambda *_: rng.choice(known._known)),
+        patch.object(pool.read_ahead.prefetcher, "_least_chance", lambda: rng.random()),
+    ):
+        yield
+
+
 @dataclass
 class Replay:
     hashes: list[str]
@@ -192,24 +219,39 @@ class Replay:
     faults: int
 
 
-def replay(log: PlanLog, seed: int, fuzz: bool = True) -> Replay:
+@patch.object(quotas, "REVIEW_STEPS", 2)
+@patch.object(quotas, "_SIGMAS", -1.0)
+@patch.object(regret, "WINDOW_STEPS", 3)
+@patch.object(prefetch, "ALLOWANCE", 100.0)
+@patch.object(forecast, "_ALL_SOURCES_EVERY", 2)
+def replay(log: PlanLog, seed: int, fuzz: bool = True, host_tier: HostTier | None = None) -> Replay:
     """Runs the log's plans with a pool drawn from `seed`: slots, policy, threads, and faults."""
     rng = random.Random(seed)
     lowest, highest = log.index.shape.min_slots_bytes, log.index.shape.all_experts_bytes
+    memory = rng.choice((lowest, lowest, rng.randint(lowest, highest), highest))
+    one_more = sum(layer.slot_bytes for layer in log.index.layers)
+    hot = rng.random() < 0.7 and memory - lowest >= one_more
     settings = PoolSettings(
-        expert_memory=rng.choice((lowest, lowest, rng.randint(lowest, highest), highest)),
-        policy=rng.choice(("lru", "lfu")),
+        expert_memory=memory,
+        policy=tuple(POLICIES)[seed % len(POLICIES)],
+        hysteresis=rng.choice((0.0, 1.0, 8.0)),
+        move_quotas=rng.random() < 0.7,
+        regret_layers=rng.choice((0, 4)),
+        hot_set={layer.ordinal: [rng.randrange(layer.num_experts)] for layer in log.index.layers}
+        if hot
+        else {},
+        prefetch=rng.choice(("on", "on", "auto", "off")),
         read_threads=rng.choice((1, 2, 3)),
     )
     reader = FuzzReader(log.index, seed)
-    pool = ExpertPool(log.index, settings, reader=reader if fuzz else None)
+    pool = ExpertPool(log.index, settings, reader=reader if fuzz else None, host_tier=host_tier)
     fuzzer = Fuzzer(pool, rng)
     result = Replay([], [], 0)
     try:
         pool.attach(log.model)
-        with fuzzer.hooked(log.model):
+        with fuzzer.hooked(log.model), wild_forecasts(pool, rng):
             for plan in log.plans:
-                pool.begin_step()
+                pool.begin_step(plan.parts)
                 try:
                     logits = log.runner.run(plan)
                 finally:

@@ -22,7 +22,11 @@ from tests.expert_pool.fake_experts import (
 
 def open_pool(index, reader=None, clock=None, **settings) -> tuple[ExpertPool, FakeModel]:
     extra = {"clock": clock} if clock else {}
-    pool = ExpertPool(index, PoolSettings(**settings), reader=reader, **extra)
+    # Prefetch reads when it can: what a test counts would depend on time.
+    settings.setdefault("prefetch", "off")
+    # What a test has just written lies in the page cache: reads would not count as reads.
+    chosen = PoolSettings(**{"host_memory": "off", **settings})
+    pool = ExpertPool(index, chosen, reader=reader, **extra)
     model = FakeModel(index)
     pool.attach(model)
     return pool, model
@@ -289,3 +293,41 @@ def test_pinned_memory_that_cannot_be_had_is_said_and_replaced(monkeypatch, capl
     with caplog.at_level(logging.WARNING):
         assert _Workspace().pinned(64).numel() == 64
     assert "pageable" in caplog.text
+
+
+def test_hot_experts_never_leave(tmp_path):
+    shape = FakeShape(num_layers=2, num_experts=12, top_k=2)
+    index = FakeIndex(tmp_path, shape)
+    hot = {0: [3, 9], 1: [0]}
+    pool, model = open_pool(index, expert_memory=slots_bytes(index, 4), hot_set=hot)
+    pool.settle()
+    for step in range(30):
+        pool.begin_step()
+        for layer in range(2):
+            routed = random_routing(shape, 1 + 9 * (step % 3), 2 * step + layer)
+            assert torch.equal(model.layers[layer](*routed), model.stock(layer, *routed))
+        pool.end_step()
+        pool.evict([(0, 3)])
+        pool.preload([(0, e) for e in range(12)])
+        pool.settle()
+        for layer, experts in hot.items():
+            assert (pool.residency.states.state[layer][experts] == State.RESIDENT).all()
+    with pytest.raises(BudgetError, match="needs 4"):
+        pool.move_quota(0, 1)
+    pool.move_quota(1, 0)
+    pool.check_invariants()
+    pool.close()
+
+
+@pytest.mark.parametrize(
+    ("hot_set", "message"),
+    [
+        ({2: [0]}, r"expected MoE layers 0\.\.1, found 2"),
+        ({0: [12]}, r"experts 0\.\.11, found 12\.\.12"),
+        ({1: [0, 1, 2]}, "has 4 slots, of which 2 must be left to other experts; found 3 hot ones"),
+    ],
+)
+def test_a_hot_set_that_cannot_be_is_refused(tmp_path, hot_set, message):
+    index = FakeIndex(tmp_path, FakeShape(num_layers=2, num_experts=12, top_k=2))
+    with pytest.raises(BudgetError, match=message):
+        open_pool(index, expert_memory=slots_bytes(index, 4), hot_set=hot_set)

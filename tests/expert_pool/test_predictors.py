@@ -53,19 +53,37 @@ def test_previous_token_prefers_the_last():
 
 
 def test_prompt_ids_recall_their_experts():
-    prompts = PromptPredictor(1, 3)
-    assert prompts.predict([5, 6]) is None
-    prompts.learn([1, 5], np.array([[1.0, 0.0, 0.0]]))
+    prompts = PromptPredictor(2, 3)
+    assert prompts.predict(prompts.buckets([5, 6]), 0) is None
+    prompts.learn(prompts.buckets([1, 5]), 0, np.array([1.0, 0.0, 0.0]))
     for _ in range(8):
-        prompts.learn([1, 6], np.array([[0.0, 1.0, 0.0]]))
+        prompts.learn(prompts.buckets([1, 6]), 0, np.array([0.0, 1.0, 0.0]))
     # Token 1 starts every prompt and says little; 5 is rare and says much.
-    found = prompts.predict([1, 5])
+    found = prompts.predict(prompts.buckets([1, 5]), 0)
     assert found is not None
-    assert found[0].argmax() == 0
-    found = prompts.predict([1, 6])
+    assert found.argmax() == 0
+    found = prompts.predict(prompts.buckets([1, 6]), 0)
     assert found is not None
-    assert found[0].argmax() == 1
-    assert found.sum() == pytest.approx(1.0)
+    assert found.argmax() == 1
+    assert found.sum() == pytest.approx(1.0, abs=1e-3)
+    assert prompts.predict(prompts.buckets([1, 5]), 1) is None
+
+
+def test_prompts_without_end_stay_within_their_number_format():
+    prompts = PromptPredictor(1, 3)
+    for _ in range(5000):
+        prompts.learn(prompts.buckets([1]), 0, np.array([1.0, 0.5, 0.0]))
+    assert prompts.predict(prompts.buckets([1]), 0) == pytest.approx([1.0, 0.5, 0.0], abs=1e-2)
+
+
+def test_transitions_share_rows_where_experts_are_many():
+    transitions = TransitionPredictor(1, 256)
+    assert transitions.nbytes / 256 < 64
+    for _ in range(300):
+        transitions.learn(0, ids(3, 51, 200), ids(7, 255))
+    assert set(np.argsort(-transitions.predict(0, ids(200)))[:2].tolist()) == {7, 255}
+    transitions.forget()
+    assert not transitions.predict(0, ids(200)).any()
 
 
 def test_labels_keep_apart_and_stay_bounded():

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from core.errors import BudgetError
+from expert_pool.eviction_rules import EvictionRules
 from expert_pool.policies import LruPolicy
 from expert_pool.residency import QUARANTINE_S, Residency
 from expert_pool.tables import ResidencyViolation, State
@@ -24,7 +25,7 @@ def make_residency(slots: int, clock=lambda: 0.0) -> Residency:
         SimpleNamespace(params=(), slot_bytes=4096, num_experts=EXPERTS, top_k=TOP_K)
         for _ in range(LAYERS)
     ]
-    policy = LruPolicy(LAYERS, EXPERTS)
+    policy = EvictionRules(LruPolicy(LAYERS, EXPERTS), LAYERS, EXPERTS)
     return Residency(layers, slots * 4096, policy, torch.device("cpu"), clock)
 
 

@@ -22,7 +22,7 @@ from tests.models.families import make_checkpoint
 
 DEMO_MODEL = Path(__file__).parents[2] / "demo_model"
 MODELS = ("qwen3_moe", "deepseek_v3", "gpt_oss", "mixtral", "gemma4_text", "nemotron_h", "demo")
-SEEDS = (0, 1)
+SEEDS = (0, 1, 2)  # a policy each
 
 
 @pytest.fixture(autouse=True)
@@ -99,11 +99,12 @@ def split_an_expert(monkeypatch):
 
 
 def reuse_pinned_slots(monkeypatch):
-    monkeypatch.setattr(
-        StateTable,
-        "evictable",
-        lambda table, layer: np.flatnonzero(table.state[layer] == State.RESIDENT),
-    )
+    def pinned_first(table, layer):
+        resident = table.state[layer] == State.RESIDENT
+        pinned = np.flatnonzero(resident & (table.pins[layer] > 0))
+        return pinned if pinned.size else np.flatnonzero(resident)
+
+    monkeypatch.setattr(StateTable, "evictable", pinned_first)
 
 
 def use_stale_addresses(monkeypatch):

@@ -113,6 +113,10 @@ class FakeEngine:
             return SequenceOutput(
                 **names, finish_reason="error", error=error, error_type="RoutingError"
             )
+        names["prompt_logprobs"] = prompt_logprobs(sequence)
+        if request.params.max_tokens == 0:
+            self.running.remove(sequence)
+            return SequenceOutput(**names, finish_reason="length")
         position = sequence.produced
         sequence.produced += 1
         ended = not sequence.repeats and position >= len(sequence.forced)
@@ -125,9 +129,14 @@ class FakeEngine:
         if reason is not None:
             self.running.remove(sequence)
         logprobs: tuple[TokenLogprob, ...] = ()
-        if request.params.logprobs is not None and ids:
+        if ended:
+            names["end_token_id"] = END
+        if request.params.logprobs is not None:
             top = tuple((65 + rank, -0.5 - rank) for rank in range(request.params.logprobs))
-            logprobs = (TokenLogprob(-0.25, top),)
+            if ended:
+                names["end_logprob"] = TokenLogprob(-0.75, top)
+            else:
+                logprobs = (TokenLogprob(-0.25, top),)
         return SequenceOutput(
             **names,
             token_ids=ids,
@@ -158,6 +167,18 @@ class FakeEngine:
         self.running.clear()
 
 
+def prompt_logprobs(sequence: Sequence) -> tuple[TokenLogprob, ...]:
+    """Token i of a prompt has -i / 8, with the first choice's first output."""
+    request = sequence.request
+    count = request.params.prompt_logprobs
+    if count is None or sequence.index or sequence.produced:
+        return ()
+    return tuple(
+        TokenLogprob(-i / 8, tuple((65 + rank, -rank / 16) for rank in range(count)))
+        for i in range(1, len(request.prompt_ids))
+    )
+
+
 def forced_ids(prompt_ids: tuple[int, ...]) -> tuple[int, ...]:
     ids = list(prompt_ids)
     if ids and ids[-1] == ASSISTANT:
@@ -169,11 +190,13 @@ def forced_ids(prompt_ids: tuple[int, ...]) -> tuple[int, ...]:
 
 def open_engine(settings: dict[str, Any]) -> FakeEngine:
     engine = settings.get("engine", {})
-    return FakeEngine(
+    made = FakeEngine(
         int(engine.get("max_sequences", 8)),
         int(engine.get("context_tokens") or 2048),
         int(engine.get("kv_memory", 4096)),
     )
+    made.shape.vocab_size = int(engine.get("vocabulary", VOCABULARY))
+    return made
 
 
 def open_broken_engine(settings: dict[str, Any]) -> FakeEngine:

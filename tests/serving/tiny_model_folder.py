@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from deployments.token_pieces import byte_alphabet
+from engine.token_pieces import byte_alphabet
 
 SPECIAL = ("<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
 MERGES = ("D E", "DE F", "t h", "th e", "Ġ the", "l l", "o w")
@@ -31,18 +31,19 @@ def vocabulary() -> dict[str, int]:
     return tokens
 
 
-def make_tokenizer() -> Tokenizer:
+def make_tokenizer(marks: tuple[str, ...] = ()) -> Tokenizer:
     merges = [tuple(merge.split(" ")) for merge in MERGES]
     tokenizer = Tokenizer(models.BPE(vocabulary(), merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL + marks])
     return tokenizer
 
 
-def make_folder(folder: Path, template: str | None = TEMPLATE) -> Path:
+def make_folder(folder: Path, template: str | None = TEMPLATE, marks: tuple[str, ...] = ()) -> Path:
+    """`marks` are special tokens besides the model's own; their ids follow those."""
     folder.mkdir(parents=True, exist_ok=True)
-    make_tokenizer().save(str(folder / "tokenizer.json"))
+    make_tokenizer(marks).save(str(folder / "tokenizer.json"))
     if template is not None:
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
     config = {"eos_token": "<|end|>"}

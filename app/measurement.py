@@ -1,11 +1,11 @@
-"""What every benchmark prints beside its rows: machine, versions, and whether it was quiet."""
+"""What measurements print beside their rows: machine, versions, and whether it was quiet."""
 
 from __future__ import annotations
 
 import json
 import platform
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from types import TracebackType
@@ -49,13 +49,17 @@ def versions() -> dict[str, str]:
 
 
 class QuietMonitor:
-    """Measures, while it is open, how many cores processes other than ours used on average."""
+    """Measures, while it is open, how many cores processes other than ours used on average.
 
-    def __init__(self) -> None:
+    Ours are this process, the processes `own_roots`, and all that these started.
+    """
+
+    def __init__(self, own_roots: Sequence[int] = ()) -> None:
         self.other_cores = 0.0
+        self._own_roots = own_roots
 
     def __enter__(self) -> QuietMonitor:
-        self._began = _busy_s(), _own_s(), _wall_s()
+        self._began = self._now()
         return self
 
     def __exit__(
@@ -64,7 +68,7 @@ class QuietMonitor:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        busy, own, wall = (now - then for now, then in zip(_now(), self._began, strict=True))
+        busy, own, wall = (now - then for now, then in zip(self._now(), self._began, strict=True))
         self.other_cores = max(0.0, busy - own) / max(wall, 1e-9)
 
     def report(self) -> dict[str, Any]:
@@ -72,40 +76,38 @@ class QuietMonitor:
         quiet = self.other_cores < QUIET_CORES
         return {"quiet": quiet, "other_cores": round(self.other_cores, 2)}
 
+    def _now(self) -> tuple[float, float, float]:
+        return _busy_s(), _own_s(self._own_roots), time.monotonic()
 
-def quiet_monitor() -> QuietMonitor:
+
+def quiet_monitor(own_roots: Sequence[int] = ()) -> QuietMonitor:
     """Use as a context manager around the measured part."""
-    return QuietMonitor()
+    return QuietMonitor(own_roots)
+
+
+def measured(
+    benchmark: str, rows: Sequence[Mapping[str, Any]], monitor: QuietMonitor
+) -> dict[str, Any]:
+    """The one object that a benchmark prints as JSON."""
+    return {
+        "benchmark": benchmark,
+        "machine": machine(),
+        "versions": versions(),
+        "quiet": monitor.report(),
+        "rows": [dict(row) for row in rows],
+    }
 
 
 def emit(
     benchmark: str, rows: Sequence[Mapping[str, Any]], monitor: QuietMonitor, as_json: bool = True
 ) -> None:
-    """Print one object, or a table for people where `as_json` is false."""
+    """Print that object, or a table for people where `as_json` is false."""
     if as_json:
-        print(
-            json.dumps(
-                {
-                    "benchmark": benchmark,
-                    "machine": machine(),
-                    "versions": versions(),
-                    "quiet": monitor.report(),
-                    "rows": [dict(row) for row in rows],
-                }
-            )
-        )
+        print(json.dumps(measured(benchmark, rows, monitor)))
         return
     for row in rows:
         print("  ".join(f"{name}={value}" for name, value in row.items()))
     print(f"quiet: {monitor.report()}")
-
-
-def _now() -> tuple[float, float, float]:
-    return _busy_s(), _own_s(), _wall_s()
-
-
-def _wall_s() -> float:
-    return time.monotonic()
 
 
 def _busy_s() -> float:
@@ -113,14 +115,27 @@ def _busy_s() -> float:
     return float(sum(times) - times.idle - getattr(times, "iowait", 0.0))
 
 
-def _own_s() -> float:
-    """CPU seconds of this process and of all that it started and that still live."""
+def _own_s(own_roots: Sequence[int]) -> float:
+    """CPU seconds of our processes that still live."""
     total = 0.0
-    me = psutil.Process()
-    for process in [me, *me.children(recursive=True)]:
+    for process in _processes({psutil.Process().pid, *own_roots}):
         try:
             times = process.cpu_times()
-        except psutil.NoSuchProcess:
+        except psutil.Error:
             continue
         total += times.user + times.system
     return total
+
+
+def _processes(roots: set[int]) -> Iterator[psutil.Process]:
+    """The roots and all that they started, each once."""
+    seen = set()
+    for root in roots:
+        try:
+            family = [psutil.Process(root), *psutil.Process(root).children(recursive=True)]
+        except psutil.NoSuchProcess:
+            continue
+        for process in family:
+            if process.pid not in seen:
+                seen.add(process.pid)
+                yield process

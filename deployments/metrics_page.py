@@ -1,0 +1,99 @@
+"""The page /metrics: what the supervisors count, in Prometheus' text format.
+
+Names follow those that dashboards of other engines use, with our prefix. Each replica is a label,
+so counters stay monotonic when one of them starts again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_PREFIX = "coterie_"
+
+GAUGES = {
+    "ready": ("ready", "1 while the replica has a rank that ran a real step."),
+    "running": ("num_requests_running", "Requests that the rank holds."),
+    "waiting": ("num_requests_waiting", "Requests in the replica's queue."),
+    "waiting_prompt_tokens": ("num_prompt_tokens_waiting", "Prompt tokens in the queue."),
+    "kv_used": ("kv_blocks_used", "KV blocks that live sequences hold."),
+    "kv_total": ("kv_blocks", "KV blocks there are."),
+    "experts_resident": ("experts_resident", "Experts in slots after the last step."),
+    "prefetch_on": ("prefetch_on", "1 while reading ahead pays."),
+}
+COUNTERS = {
+    "completed": ("request_success", "Requests answered to their end."),
+    "failed": ("request_failure", "Requests that ended with an error."),
+    "aborted": ("request_aborted", "Requests whose client left."),
+    "refused": ("admission_rejections", "Requests refused by a full queue."),
+    "remakes": ("rank_remakes", "Ranks made again."),
+    "steps": ("steps", "Steps of the rank."),
+    "step_s": ("step_seconds", "Time in steps."),
+    "prompt_tokens": ("prompt_tokens", "Prompt tokens of admitted requests."),
+    "completion_tokens": ("generation_tokens", "Tokens of answers."),
+    "decode_tokens": ("decode_tokens", "Tokens that passed in decode."),
+    "prefill_tokens": ("prefill_tokens", "Prompt tokens that passed the model."),
+    "prefix_hit_tokens": ("prefix_cache_hits", "Prompt tokens found in the prefix cache."),
+    "preemptions": ("num_preemptions", "Sequences that had to give their blocks back."),
+    "expert_evictions": ("expert_evictions", "Experts that left their slot."),
+    "expert_returns": ("expert_returns", "Experts read again soon after they had left."),
+    "expert_rereads": ("expert_rereads", "Reads repeated after a fault."),
+    "expert_stall_s": ("expert_stall_seconds", "Time in which a read was awaited."),
+    "expert_read_s": ("expert_read_seconds", "Time in which something was being read."),
+    "expert_compared_misses": ("expert_compared_misses", "Misses where the optimum is known."),
+    "expert_optimum_misses": ("expert_optimum_misses", "Those of Belady's optimum there."),
+    "prefetch_hidden_s": ("prefetch_hidden_seconds", "Stall that prefetch saved, reckoned."),
+}
+_BY_LABEL = {
+    ("expert_accesses", "tier", "Distinct experts asked for a step and layer, by where from."): {
+        "slot": "expert_hits",
+        "host": "expert_records_host",
+        "disk": "expert_records_disk",
+    },
+    ("expert_read_bytes", "tier", "Bytes of experts brought into slots, by where from."): {
+        "host": "expert_bytes_host",
+        "disk": "expert_bytes_disk",
+    },
+    ("prefetch_bytes", "outcome", "Bytes read ahead, by whether they were asked for."): {
+        "useful": "prefetch_useful_bytes",
+        "wasted": "prefetch_wasted_bytes",
+    },
+}
+
+
+_LABELS = ("model_name", "replica")
+_Family = GaugeMetricFamily | CounterMetricFamily
+
+
+class _Statuses(Collector):
+    def __init__(self, model: str, statuses: Sequence[Mapping[str, float]]) -> None:
+        self._model = model
+        self._statuses = statuses
+
+    def collect(self) -> Iterator[_Family]:
+        """One family a metric, one sample a replica."""
+        for key, (name, text) in GAUGES.items():
+            yield self._filled(GaugeMetricFamily(_PREFIX + name, text, labels=_LABELS), {(): key})
+        for key, (name, text) in COUNTERS.items():
+            yield self._filled(CounterMetricFamily(_PREFIX + name, text, labels=_LABELS), {(): key})
+        for (name, label, text), keys in _BY_LABEL.items():
+            family = CounterMetricFamily(_PREFIX + name, text, labels=(*_LABELS, label))
+            yield self._filled(family, {(value,): key for value, key in keys.items()})
+
+    def _filled(self, family: _Family, keys: Mapping[tuple[str, ...], str]) -> _Family:
+        for labels, key in keys.items():
+            for status in self._statuses:
+                replica = f"{status.get('pid', 0):.0f}"
+                family.add_metric((self._model, replica, *labels), status.get(key, 0.0))
+        return family
+
+
+def metrics_page(model: str, statuses: Sequence[Mapping[str, float]]) -> bytes:
+    """The page's bytes. A status is what `Supervisor.status` returns."""
+    registry = CollectorRegistry()
+    registry.register(_Statuses(model, statuses))
+    return generate_latest(registry)

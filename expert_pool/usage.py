@@ -1,0 +1,116 @@
+"""What a model's experts were used for in earlier runs, kept on disk by the model's content.
+
+A new replica reads the experts that were used most before it is ready. All replicas of a machine
+add to one file; it is replaced as a whole, so a full disk or a crash leaves the old one.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from core.cache_folder import cache_folder
+from core.errors import CheckpointError
+from expert_pool.popularity import Popularity
+from expert_pool.tables import IntArray, State
+
+if TYPE_CHECKING:
+    from expert_pool.checkpoint_index import CheckpointIndex
+    from expert_pool.pool import ExpertPool
+
+_log = logging.getLogger(__name__)
+HALF_LIFE_TOKENS: Final = 50_000.0
+SAVE_EVERY_S: Final = 60.0
+_POLL_S: Final = 0.002
+
+
+class Usage:
+    """The popularity file of one model. Used by one thread."""
+
+    def __init__(self, index: CheckpointIndex, clock: Callable[[], float]) -> None:
+        self.path: Path = cache_folder() / "popularity" / f"{index.content_key}.npz"
+        self._content_key = index.content_key
+        self._num_experts = [layer.num_experts for layer in index.layers]
+        self._top_k = [layer.top_k for layer in index.layers]
+        self._clock = clock
+        self._saved_s = clock()
+        self._saved: IntArray = np.zeros(
+            (len(self._num_experts), max(self._num_experts)), dtype=np.int64
+        )
+
+    def hot_list(self, slots: IntArray) -> list[tuple[int, int]]:
+        """(layer, expert) that were used most, for `slots` of each layer; [] if nothing is known.
+
+        The most used one over all layers comes first.
+        """
+        known = self._load()
+        return [] if known is None else known.hot_list(slots)
+
+    def save_now_and_then(self, loads: IntArray) -> None:
+        """`save`, if the last time is long ago."""
+        if self._clock() - self._saved_s >= SAVE_EVERY_S:
+            self.save(loads)
+
+    def save(self, loads: IntArray) -> None:
+        """Adds what was used since the last time; `loads` [layers, experts] counts from the start.
+
+        Where the file cannot be written, a warning says so and nothing else happens.
+        """
+        self._saved_s = self._clock()
+        fresh = loads - self._saved
+        if not fresh.any():
+            return
+        known = self._load() or Popularity(*loads.shape, HALF_LIFE_TOKENS)
+        for layer, number in enumerate(self._num_experts):
+            tokens = int(fresh[layer].sum()) // self._top_k[layer]
+            known.add(layer, np.arange(number), fresh[layer, :number], tokens)
+        try:
+            known.save(self.path, self._content_key)
+        except OSError as error:
+            _log.warning(
+                "%s cannot be written (%s): a new replica will start without knowing which "
+                "experts are used most. Set COTERIE_CACHE to a folder that is writable.",
+                self.path,
+                error.strerror or error,
+            )
+            return
+        self._saved = loads.copy()
+
+    def _load(self) -> Popularity | None:
+        if not self.path.exists():
+            return None
+        try:
+            found = Popularity.load(self.path, self._content_key)
+        except CheckpointError as error:
+            _log.warning("%s; it is made anew", error)
+            return None
+        return found if found.counts.shape == self._saved.shape else None
+
+
+def warm_up(pool: ExpertPool, limit_s: float) -> float:
+    """Reads the hot list into the slots, for at most `limit_s`; returns the seconds it took.
+
+    What is not there by then, and whatever else has a slot of its own, comes in afterwards, while
+    nothing is asked for.
+    """
+    quotas = pool.residency.quotas
+    hot = pool.usage.hot_list(np.array(quotas)) if pool.usage is not None else []
+    rest = [
+        (layer.ordinal, expert)
+        for layer in pool.index.layers
+        if quotas[layer.ordinal] >= layer.num_experts
+        for expert in range(layer.num_experts)
+    ]
+    pool.preload([*hot, *rest])
+    began = pool.clock()
+    state = pool.residency.states.state
+    at = tuple(np.array(hot, dtype=np.int64).reshape(-1, 2).T)
+    while (state[at] == State.LOADING).any() and pool.clock() - began < limit_s:
+        pool.collect(wait=False)
+        time.sleep(_POLL_S)
+    return pool.clock() - began
