@@ -1,11 +1,12 @@
 """Eviction policies on recorded routing: the tables of docs/policies.md.
 
-    COTERIE_DATA=FOLDER python -m benchmarks.replay_tables [--json] [--trace NAME] ...
+    COTERIE_DATA=FOLDER python -m benchmarks.replay_tables [--json] [--trace NAME] [--rules] ...
 
 Replays every trace under $COTERIE_DATA/routing through every policy. The peer of each figure is in
 the same run: LRU and LFU (count decayed by .95 a token of the layer) as baselines, Belady's
 optimum of the same scope and capacity as the bound. The gap closed is
-(misses of LFU - misses of the policy) / (misses of LFU - misses of Belady), per layer.
+(misses of LFU - misses of the policy) / (misses of LFU - misses of Belady), per layer. `--rules` adds
+what hysteresis and moving quotas do to the default, in the pool's own decisions without its bytes.
 """
 
 from __future__ import annotations
@@ -19,10 +20,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from app.measurement import machine, quiet_monitor, versions
 from core.errors import CoterieError, SettingsError
+from expert_pool.eviction_rules import EvictionRules
+from expert_pool.oracle import ABSENT
+from expert_pool.policies import make_policy
 from expert_pool.replay import POLICIES, ReplayResult, replay
 from expert_pool.routing_trace import RoutingTrace
+from expert_pool.settings import PoolSettings
+from expert_pool.simulated_pool import SimulatedPool
 
 CAPACITIES = (12, 16, 24, 32)
 BASELINE, OWN, OPTIMUM = "lfu", "affinity", "belady"
@@ -64,6 +72,69 @@ def measure(path: Path) -> dict[str, Any]:
         },
         "rows": [asdict(result) for result in results],
     }
+
+
+RULES = {"neither": (0.0, False), "hysteresis": (None, False), "both": (None, True)}
+"""Hysteresis (None: as served) and whether quotas move, by the name of a row."""
+
+
+def rules_rows(trace: RoutingTrace) -> list[dict[str, Any]]:
+    """The default policy with and without the rules around it, all layers with equal slots at first.
+
+    `returns` are experts read again within two steps of their eviction.
+    """
+    served = PoolSettings()
+    layers, experts = trace.demands.shape[1], trace.num_experts
+    rows = []
+    for name, (hysteresis, move) in RULES.items():
+        for capacity in CAPACITIES:
+            policy = make_policy(served.policy, layers, experts)
+            spared = served.hysteresis if hysteresis is None else hysteresis
+            rules = EvictionRules(policy, layers, experts, spared)
+            pool = SimulatedPool(
+                [experts] * layers, [trace.widest] * layers, [capacity] * layers, rules, move
+            )
+            moves = sum(len(step) for step in _steps(pool, trace))
+            rows.append(
+                {
+                    "rules": name,
+                    "capacity": capacity,
+                    "hit_rate": 1.0 - pool.misses / trace.accesses,
+                    "misses": pool.misses,
+                    "returns": rules.returns,
+                    "moved_slots": moves,
+                    "quotas": [min(pool.quotas), max(pool.quotas)],
+                }
+            )
+    return rows
+
+
+def _steps(pool: SimulatedPool, trace: RoutingTrace) -> Iterable[list[Any]]:
+    for step in range(trace.demands.shape[0]):
+        for layer, demand in enumerate(trace.demands[step]):
+            asked = demand[demand != ABSENT]
+            if asked.size:
+                weights = trace.weights
+                given = None if weights is None else weights[step, layer][: asked.size]
+                pool.demand(layer, asked, np.ones_like(asked), 1, given)
+        yield pool.end_step()
+
+
+def rules_table(rows: list[dict[str, Any]]) -> str:
+    head = " | ".join(f"C={capacity}" for capacity in CAPACITIES)
+    lines = [
+        f"| misses (returns; moved slots; quotas) | {head} |",
+        "|---|" + "---|" * len(CAPACITIES),
+    ]
+    for name in RULES:
+        cells = [
+            f"{row['misses']:,} ({row['returns']:,}; {row['moved_slots']}; "
+            f"{row['quotas'][0]}-{row['quotas'][1]})"
+            for row in rows
+            if row["rules"] == name
+        ]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
 
 
 def markdown(measured: dict[str, Any]) -> str:
@@ -112,6 +183,7 @@ def summary(measured: list[dict[str, Any]]) -> dict[str, float]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--json", action="store_true", help="one JSON object, no tables")
+    parser.add_argument("--rules", action="store_true", help="hysteresis and quotas too: slow")
     parser.add_argument("--trace", action="append", help="file name under routing/; all if absent")
     arguments = parser.parse_args()
     measured = []
@@ -121,6 +193,10 @@ def main() -> int:
                 measured.append(measure(path))
                 if not arguments.json:
                     print(markdown(measured[-1]), flush=True)
+                if arguments.rules:
+                    measured[-1]["rules"] = rules_rows(RoutingTrace.read(path))
+                    if not arguments.json:
+                        print(rules_table(measured[-1]["rules"]), flush=True)
     except CoterieError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import psutil
-
 from core.errors import BudgetError, RequestError
 from core.model_shape import ModelShape
 from core.request import Request
 from engine.settings import EngineSettings
+from expert_pool.host_memory import available_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +62,7 @@ def check_memory(shape: ModelShape, settings: EngineSettings, blocks: int) -> No
     if settings.device != "cpu":
         return
     need = blocks * shape.kv_block_bytes(settings.kv_block_tokens) + settings.scratch_memory
-    have = psutil.virtual_memory().available
+    have = available_bytes()
     if need > have:
         raise BudgetError(
             f"KV pages and scratch need {need} bytes, this machine has {have} bytes free. "

@@ -212,7 +212,7 @@ class AffinityPolicy:
         uses = touch * rows.size / self._num_rows
         step = max(_LAST_STEP, _FIRST_STEP / (1.0 + uses / _STEP_HALVED_AFTER_USES))
         shares = shares * np.float32(step / np.dot(shares, shares))
-        known += np.multiply.outer(shares, left)
+        known += np.dot(shares[:, None], left[None])
         table[rows] = known
 
     def _learn_weights(self, features: FloatArray) -> None:

@@ -36,6 +36,7 @@ class EvictionRules:
         self._spared_from = hysteresis / num_experts
         scored = num_layers if hysteresis > 0 else 0
         self._scores: FloatArray = np.zeros((scored, num_experts), np.float32)
+        self._share: FloatArray = np.zeros(num_experts, np.float32)
         self._touches = [0] * num_layers
         self._num_experts = num_experts
         self._gone: list[list[int]] = [[] for _ in range(num_layers)]
@@ -64,10 +65,13 @@ class EvictionRules:
             given = counts if weights is None else weights
             total = float(np.add.reduce(given))
             kept = SCORE_DECAY**tokens
-            scores = self._scores[layer]
-            scores *= kept
             if total > 0:
-                scores[experts] += given * ((1.0 - kept) / total)
+                share, scores = self._share, self._scores[layer]
+                share.fill(0.0)
+                share[experts] = given
+                share *= (1.0 - kept) / total
+                scores *= kept
+                scores += share
 
     def victims(self, layer: int, candidates: IntArray, number: int) -> IntArray:
         """As `Policy.victims`, the spared ones last."""

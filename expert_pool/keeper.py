@@ -54,13 +54,14 @@ class Keeper:
         policy.touch(layer, experts, counts, tokens, given)
         if missing.size:
             policy.missed(layer, missing)
-        if self._quotas is not None and experts.size <= residency.quotas[layer]:
+        room = residency.room_for(layer, experts)
+        if self._quotas is not None and experts.size <= room:
 
             def others() -> IntArray:
                 idle = residency.evictable(layer)
                 return idle[~np.isin(idle, experts)]
 
-            self._quotas.demanded(layer, experts, missing, others)
+            self._quotas.demanded(layer, experts, missing, room, others)
 
     def end_step(self, stats: PoolStepStats) -> list[tuple[int, int]]:
         """Adds to `stats`; returns the slots to move now, as (from layer, to layer)."""

@@ -81,8 +81,8 @@ class PageCacheReader(FileReader):
                 victim, size = self._kept.popitem(last=False)
                 self._kept_bytes -= size
                 victims.append((*victim, size))
-        for victim in victims:
-            self._drop(*victim)
+        for at, start, size in victims:
+            self._drop(at, start, size)
 
     def _drop(self, file: int, offset: int, nbytes: int) -> None:
         # Whole pages only: those at the edges belong to the neighbours too.

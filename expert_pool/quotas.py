@@ -54,11 +54,17 @@ class QuotaKeeper:
         self._steps = 0
 
     def demanded(
-        self, layer: int, experts: IntArray, missing: IntArray, others: Callable[[], IntArray]
+        self,
+        layer: int,
+        experts: IntArray,
+        missing: IntArray,
+        room: int,
+        others: Callable[[], IntArray],
     ) -> None:
         """After `Policy.touch`: a layer is asked for `experts`, of which `missing` are not there.
 
-        `others()` are the residents that it does not need, ascending.
+        `room` is the layer's slots but for those of idle hot experts; `others()` are the residents
+        that it does not need and that may leave, ascending.
         """
         self._widest[layer] = max(self._widest[layer], experts.size)
         if missing.size and self._ghosts[layer] in missing:
@@ -67,8 +73,12 @@ class QuotaKeeper:
         edge = self._edges[layer]
         if edge != _NOBODY and edge in experts:
             self.losses[layer] += 1.0
-            if not missing.size:
-                self._set_edge(layer, others())
+            self._edges[layer] = edge = _NOBODY
+        if edge == _NOBODY and not missing.size:
+            # With room for all that have come, a slot less would cost nothing.
+            idle = others()
+            if experts.size + idle.size >= room:
+                self._set_edge(layer, idle)
 
     def evicted(self, layer: int, victims: IntArray, others: IntArray) -> None:
         """`victims` leave, first one first; `others` stay and are not needed by this step."""

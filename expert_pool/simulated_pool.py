@@ -61,12 +61,14 @@ class SimulatedPool:
         self._rules.touch(layer, experts, counts, tokens, weights)
         if missing.size:
             self._rules.missed(layer, missing)
-        if self._keeper is not None and experts.size <= quota:
-            self._keeper.demanded(layer, experts, missing, lambda: self._idle(layer, experts))
+        room = self._room_for(layer, experts)
+        if self._keeper is not None and experts.size <= room:
+            self._keeper.demanded(
+                layer, experts, missing, room, lambda: self._idle(layer, experts)
+            )
         if not missing.size:
             return []
         wanted = missing.size - (quota - int(np.count_nonzero(resident)))
-        room = self._room_for(layer, experts)
         if experts.size > room:
             idle = self._idle(layer, experts)
             hot = self._hot.get(layer)

@@ -65,7 +65,7 @@ class Usage:
         fresh = loads - self._saved
         if not fresh.any():
             return
-        known = self._load() or Popularity(*loads.shape, HALF_LIFE_TOKENS)
+        known = self._load() or Popularity(loads.shape[0], loads.shape[1], HALF_LIFE_TOKENS)
         for layer, number in enumerate(self._num_experts):
             tokens = int(fresh[layer].sum()) // self._top_k[layer]
             known.add(layer, np.arange(number), fresh[layer, :number], tokens)

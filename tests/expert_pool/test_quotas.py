@@ -83,7 +83,7 @@ def test_equal_layers_keep_their_slots():
 )
 def test_bounds_are_kept(groups, quota, floors, widest):
     keeper = QuotaKeeper(LruPolicy(2, 8), groups, floors, (8, 8))
-    keeper.demanded(1, np.arange(widest), np.arange(0), lambda: np.arange(0))
+    keeper.demanded(1, np.arange(widest), np.arange(0), 4, lambda: np.arange(0))
     for _ in range(quotas.REVIEW_STEPS):
         keeper.gains[0] = 1000.0
         assert keeper.review(quota) == []

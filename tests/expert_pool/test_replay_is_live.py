@@ -53,7 +53,7 @@ class Recorder:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_replay_makes_the_decisions_of_the_live_pool(tmp_path, monkeypatch, policy, hot):
     monkeypatch.setattr(quotas, "REVIEW_STEPS", 8)
-    monkeypatch.setattr(quotas, "_SIGMAS", 0.0)
+    monkeypatch.setattr(quotas, "_SIGMAS", -2.0)
     shape = FakeShape(num_layers=LAYERS, num_experts=EXPERTS, top_k=TOP_K, hidden=16, width=8)
     index = FakeIndex(tmp_path, shape)
     hot_set = {1: [5], 2: [0, 7]} if hot else {}

@@ -58,7 +58,7 @@ def test_logits_are_bitwise_equal_wherever_experts_lie(logs, model, dtype):
     assert len(set(log.hashes)) > len(log.hashes) / 2
     quiet = replay(log, seed=0, fuzz=False)
     assert quiet.hashes == log.hashes
-    faults = evictions = misses = waves = 0
+    faults = evictions = misses = waves = prefetched = 0
     for seed in SEEDS:
         disturbed = replay(log, seed)
         assert disturbed.hashes == log.hashes, f"seed {seed}"
@@ -68,10 +68,11 @@ def test_logits_are_bitwise_equal_wherever_experts_lie(logs, model, dtype):
             pairs = plan.num_tokens * sum(layer.top_k for layer in shape.moe_layers)
             assert stats.routed_pairs == pairs
             evictions += stats.evictions
+            prefetched += stats.prefetch.used
             misses += stats.demand_misses
             waves += stats.waves > len(shape.moe_layers)
         faults += disturbed.faults
-    assert min(faults, evictions, misses, waves) > 0, "the fuzzer did nothing"
+    assert min(faults, evictions, misses, waves, prefetched) > 0, "the fuzzer did nothing"
 
 
 def swap_the_combine_order(monkeypatch):

@@ -85,8 +85,6 @@ def test_views_show_parameters_inside_page_aligned_slots():
 
 
 def test_more_than_the_machine_has_is_refused_at_once(monkeypatch):
-    monkeypatch.setattr(
-        slots_module.psutil, "virtual_memory", lambda: SimpleNamespace(available=10_000)
-    )
+    monkeypatch.setattr(slots_module, "available_bytes", lambda: 10_000)
     with pytest.raises(BudgetError, match=r"need 12288 bytes.*have 10000 bytes"):
         SlotArena((), 4096, 3, torch.device("cpu"))
