@@ -5,8 +5,8 @@
 Replays every trace under $COTERIE_DATA/routing through every policy. The peer of each figure is in
 the same run: LRU and LFU (count decayed by .95 a token of the layer) as baselines, Belady's
 optimum of the same scope and capacity as the bound. The gap closed is
-(misses of LFU - misses of the policy) / (misses of LFU - misses of Belady), per layer. `--rules` adds
-what hysteresis and moving quotas do to the default, in the pool's own decisions without its bytes.
+(misses of LFU - misses of the policy) / (misses of LFU - misses of Belady), per layer.
+`--rules` adds what hysteresis and moving quotas do to the default: a pool's decisions, no bytes.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ RULES = {"neither": (0.0, False), "hysteresis": (None, False), "both": (None, Tr
 
 
 def rules_rows(trace: RoutingTrace) -> list[dict[str, Any]]:
-    """The default policy with and without the rules around it, all layers with equal slots at first.
+    """The default policy with and without the rules around it; layers have equal slots at first.
 
     `returns` are experts read again within two steps of their eviction.
     """

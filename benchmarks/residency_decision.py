@@ -1,10 +1,10 @@
 """What deciding about experts costs, by itself: one layer of one step.
 
-    python -m benchmarks.residency_decision [--json] [--experts 128] [--top-k 8]
+    python -m benchmarks.residency_decision [--json] [--experts 128] [--top-k 8] [--model FOLDER]
 
 `decision` rows: `touch` with what a layer is asked for, then `victims` for what is missing, on a
-seeded trace with the habits of real ones, at a quarter of the experts; each policy beside the
-default with its hysteresis. `resident` rows: what the pool adds to a layer's call when every expert
+seeded trace of topics, at a quarter of the experts; each policy beside the default with its
+hysteresis. `all resident` rows: what the pool adds to a layer's call when every expert of a model
 is there (counting, pinning, looking up slots), and what routing adds before it. Times are CPU time
 of the thread and wall time; the wall clock also counts what else the machine does.
 """
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,17 +22,18 @@ import numpy as np
 import torch
 
 from app.measurement import emit, quiet_monitor
+from expert_pool.checkpoint_index import CheckpointIndex
 from expert_pool.eviction_rules import EvictionRules
 from expert_pool.experts_forward import _make_group
 from expert_pool.policies import POLICIES, Policy, make_policy
 from expert_pool.pool import ExpertPool
 from expert_pool.routing import sort_by_expert
 from expert_pool.settings import PoolSettings
-from tests.expert_pool.fake_experts import FakeIndex, FakeShape
-from tests.synthetic_trace import synthetic_trace
+from expert_pool.tables import IntArray
 
 LAYERS = 8
 STEPS = 1500
+DEMO_MODEL = Path(__file__).parents[1] / "demo_model"
 
 
 def percentiles(name: str, cpu_ns: list[int], wall_ns: list[int]) -> dict[str, Any]:
@@ -44,13 +44,22 @@ def percentiles(name: str, cpu_ns: list[int], wall_ns: list[int]) -> dict[str, A
     return row
 
 
+def topics(experts: int, top_k: int) -> IntArray:
+    """[STEPS, LAYERS, top_k]: each document favours some experts, and some are always popular."""
+    draw = np.random.default_rng(0)
+    popular = draw.standard_normal((LAYERS, experts))
+    taste = np.repeat(draw.standard_normal((STEPS // 100, LAYERS, experts)), 100, axis=0)
+    scores = 0.7 * popular + taste + draw.gumbel(size=taste.shape)
+    return np.sort(np.argsort(-scores, axis=2)[:, :, :top_k], axis=2)
+
+
 def decision(name: str, policy: Policy, experts: int, top_k: int) -> dict[str, Any]:
-    trace = synthetic_trace(tokens=STEPS, layers=LAYERS, experts=experts, top_k=top_k)
+    demands = topics(experts, top_k)
     resident = np.zeros((LAYERS, experts), dtype=np.bool_)
     cpu_ns, wall_ns = [], []
     for step in range(STEPS):
         for layer in range(LAYERS):
-            asked = trace.demands[step, layer]
+            asked = demands[step, layer]
             counts = np.ones_like(asked)
             here = resident[layer]
             missing = asked.size - int(here[asked].sum())
@@ -68,39 +77,38 @@ def decision(name: str, policy: Policy, experts: int, top_k: int) -> dict[str, A
     return percentiles(f"decision, {name}", cpu_ns, wall_ns)
 
 
-def resident(experts: int, top_k: int, tokens: int) -> list[dict[str, Any]]:
+def all_resident(model: Path, tokens: int) -> list[dict[str, Any]]:
     """Everything has a slot and is there."""
-    shape = FakeShape(num_layers=2, num_experts=experts, top_k=top_k, hidden=16, width=8)
-    with tempfile.TemporaryDirectory() as folder:
-        pool = ExpertPool(FakeIndex(Path(folder), shape), PoolSettings())
-        pool.preload([(la, e) for la in range(2) for e in range(experts)])
-        pool.settle()
-        draw = torch.Generator().manual_seed(0)
-        device = torch.device("cpu")
-        spent: dict[str, tuple[list[int], list[int]]] = {
-            name: ([], []) for name in ("routing", "pool")
-        }
-        for _ in range(STEPS):
+    index = CheckpointIndex.open(model)
+    pool = ExpertPool(index, PoolSettings())
+    layers = index.layers
+    pool.preload([(layer.ordinal, e) for layer in layers for e in range(layer.num_experts)])
+    pool.settle()
+    draw = torch.Generator().manual_seed(0)
+    device = torch.device("cpu")
+    spent: dict[str, tuple[list[int], list[int]]] = {name: ([], []) for name in ("routing", "pool")}
+    for _ in range(STEPS):
+        pool.begin_step()
+        for layer in layers:
+            experts, top_k = layer.num_experts, layer.top_k
             weights, chosen = torch.rand(tokens, experts, generator=draw).topk(top_k)
-            pool.begin_step()
-            for layer in range(2):
-                clocks = _clocks()
-                routing = sort_by_expert(chosen, weights, experts)
-                _note(spent["routing"], clocks)
-                clocks = _clocks()
-                groups = iter(pool.demand(layer, routing.counts, tokens, weights=lambda: _none()))
-                _make_group(pool, layer, routing, next(groups), device)
-                groups.close()
-                _note(spent["pool"], clocks)
-            pool.end_step()
-        pool.close()
+            clocks = _clocks()
+            routing = sort_by_expert(chosen, weights, experts)
+            _note(spent["routing"], clocks)
+            clocks = _clocks()
+            groups = iter(pool.demand(layer.ordinal, routing.counts, tokens, weights=_nothing))
+            _make_group(pool, layer.ordinal, routing, next(groups), device)
+            groups.close()
+            _note(spent["pool"], clocks)
+        pool.end_step()
+    pool.close()
     return [
         percentiles(f"all resident, {tokens} tokens, {name}", cpu, wall)
         for name, (cpu, wall) in spent.items()
     ]
 
 
-def _none() -> Any:
+def _nothing() -> Any:
     raise AssertionError("nothing is decided where everything has a slot")
 
 
@@ -119,6 +127,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object, no table")
     parser.add_argument("--experts", type=int, default=128)
     parser.add_argument("--top-k", type=int, default=8)
+    parser.add_argument("--model", type=Path, default=DEMO_MODEL)
     arguments = parser.parse_args()
     experts, top_k = arguments.experts, arguments.top_k
     makers: dict[str, Callable[[], Policy]] = {
@@ -132,7 +141,7 @@ def main() -> int:
     with quiet_monitor() as monitor:
         rows = [decision(name, make(), experts, top_k) for name, make in makers.items()]
         for tokens in (1, 16):
-            rows += resident(experts, top_k, tokens)
+            rows += all_resident(arguments.model, tokens)
     emit("residency_decision", rows, monitor, arguments.json)
     return 0
 

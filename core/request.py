@@ -69,8 +69,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("presence_penalty", "frequency_penalty"):
             if not -2.0 <= getattr(self, name) <= 2.0:
                 refuse(name, "between -2 and 2", getattr(self, name))
-        if not 0.0 < self.repetition_penalty <= 10.0:
-            refuse("repetition_penalty", "above 0 and at most 10", self.repetition_penalty)
+        # Logits are divided by it: by something close to 0 they are no longer finite.
+        if not 0.01 <= self.repetition_penalty <= 10.0:
+            refuse("repetition_penalty", "between 0.01 and 10", self.repetition_penalty)
         if self.logprobs is not None and not 0 <= self.logprobs <= 20:
             refuse("logprobs", "between 0 and 20", self.logprobs)
         if self.prompt_logprobs is not None and not 0 <= self.prompt_logprobs <= 20:

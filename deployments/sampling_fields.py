@@ -82,7 +82,7 @@ class SamplingFields(StructureFields):
     top_k: Annotated[int, Field(ge=-1, le=INT64)] | None = None
     """-1 and 0 keep all tokens."""
     min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[Number, Field(gt=0, le=10)] | None = None
+    repetition_penalty: Annotated[Number, Field(ge=0.01, le=10)] | None = None
     min_tokens: Count | None = None
     """The end is impossible before so many tokens."""
     ignore_eos: bool | None = None

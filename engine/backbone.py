@@ -77,6 +77,7 @@ class Backbone:
             transformers_private.load_weights(
                 model, _lazy_tensors(index, files), index.dtype, device
             )
+            _own_memory(model)
         _check_loaded(model)
         model.requires_grad_(False).eval()
         fix_rope_factors(model, context_tokens)
@@ -118,6 +119,17 @@ def _lazy_tensors(index: CheckpointIndex, files: ExitStack) -> dict[str, Any]:
         for number in sorted({entry.file for entry in index.backbone.values()})
     }
     return {key: opened[entry.file].get_slice(key) for key, entry in index.backbone.items()}
+
+
+def _own_memory(model: torch.nn.Module) -> None:
+    """Copies what may be a mapping of the checkpoint's files, one tensor after another.
+
+    A file that is cut short or changed under a running server would kill the process at the next
+    touch of a page, or change its answers.
+    """
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if tensor.device.type == "cpu":
+            tensor.data = tensor.data.clone()
 
 
 def _check_loaded(model: torch.nn.Module) -> None:

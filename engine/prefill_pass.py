@@ -1,4 +1,4 @@
-"""A layer-major pass of long prompts, run in slices of one MoE layer between decode steps.
+"""A layer-major pass of long prompts, run in slices between decode steps.
 
 The model's own forward code cannot be left and entered again, so it runs in a thread of its own.
 The two threads hand one baton back and forth: never do both run.
@@ -7,6 +7,8 @@ The two threads hand one baton back and forth: never do both run.
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,8 +29,12 @@ class _BrokenOff(BaseException):
 class PrefillPass:
     """One pass. Made, resumed and broken off by the step thread."""
 
-    def __init__(self, runner: PagedRunner | StockRunner, batch: Batch) -> None:
+    def __init__(
+        self, runner: PagedRunner | StockRunner, batch: Batch, may_go_on: Callable[[bool], bool]
+    ) -> None:
+        """`may_go_on(within_layer)`: whether nothing else is due where the pass could pause."""
         self.batch = batch
+        self._may_go_on = may_go_on
         self.stats = PoolStepStats()
         """Rows that failed in the slices so far."""
         self._runner = runner
@@ -42,7 +48,7 @@ class PrefillPass:
         self._thread.start()
 
     def resume(self) -> torch.Tensor | None:
-        """Runs up to the next MoE layer; the logits when there is none left.
+        """Runs until something else is due; the logits when no layer is left.
 
         Raises what the forward pass raised.
         """
@@ -86,11 +92,14 @@ class PrefillPass:
         finally:
             self._halted.release()
 
-    def _pause(self) -> None:
+    def _pause(self, within_layer: bool) -> bool:
+        if self._may_go_on(within_layer):
+            return False
         self._halted.release()
         self._go.acquire()
         if self._broken_off:
             raise _BrokenOff
+        return True
 
 
 def activation_bytes(model: Any) -> int:
@@ -112,18 +121,30 @@ def activation_bytes(model: Any) -> int:
 
 
 class Turns:
-    """Decides what runs next: a step, or a slice of the pass under way; they take turns."""
+    """Decides what runs next: a step, or a slice of the pass under way.
 
-    def __init__(self, runner: PagedRunner | StockRunner, batcher: Batcher) -> None:
+    Where sequences decode, steps and slices take turns, and a slice lasts about as long as the
+    step before: the pass takes half of the time. Else a slice is one MoE layer.
+    """
+
+    def __init__(
+        self,
+        runner: PagedRunner | StockRunner,
+        batcher: Batcher,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self._runner = runner
         self._batcher = batcher
         self._pass: PrefillPass | None = None
         self._slice_is_next = True
+        self._clock = clock
+        self._step_s = 0.0
+        self._slice_began_s = 0.0
 
     def next_batch(self) -> Batch:
         """A step, or the pass, of which `run` runs one slice."""
         if self._pass is None and (batch := self._batcher.plan_pass()) is not None:
-            self._pass = PrefillPass(self._runner, batch)
+            self._pass = PrefillPass(self._runner, batch, self._may_go_on)
             self._slice_is_next = True
         if self._pass is None:
             return self._batcher.plan()
@@ -135,8 +156,12 @@ class Turns:
 
     def run(self, batch: Batch) -> torch.Tensor | None:
         """Logits of a batch that is through; None for a pass that is not."""
+        began = self._clock()
         if self._pass is None or batch is not self._pass.batch:
-            return self._runner.run(batch.plan)
+            logits = self._runner.run(batch.plan)
+            self._step_s = self._clock() - began
+            return logits
+        self._slice_began_s = began
         return self._pass.resume()
 
     def note_faults(self, batch: Batch, stats: PoolStepStats) -> None:
@@ -160,6 +185,12 @@ class Turns:
                 self._runner.release(other.sequence_id for other in self._pass.batch.sequences)
             self._pass = None
         self._batcher.break_off(start_over=stock)
+
+    def _may_go_on(self, within_layer: bool) -> bool:
+        """Asked in the pass's thread while the step thread waits for it."""
+        if not self._batcher.has_decoding:
+            return within_layer
+        return self._clock() - self._slice_began_s < self._step_s
 
 
 def pass_tokens(model: Any, pool: ExpertPool, prefill_bytes: int) -> int:

@@ -40,11 +40,11 @@ PRIOR_WEIGHTS: Final = (0.3, 0.3, 0.3, 0.1, 0.0, 1.0)
 TABLE_BYTES: Final = 64 * 1024
 """Bound on a layer's affinity table. Where it binds, the layer before is left out, then several
 context experts share a row."""
-TABLE_BYTES_PER_EXPERT: Final = 64
+TABLE_BYTES_PER_EXPERT: Final = 56
 """Another one, for layers of more than 128 experts."""
 MOST_CONTEXT_EXPERTS: Final = 32
 """A large step is described by the experts that most of its tokens chose."""
-WEIGHT_LAYERS: Final = 8
+WEIGHT_LAYERS: Final = 4
 """At most so many layers, evenly spaced, teach the weights that all of them share."""
 
 _FIXED_POINT: Final = 4096.0
@@ -54,7 +54,7 @@ _SUMS_KEPT: Final = 0.9999
 _FIRST_STEP: Final = 0.1
 _LAST_STEP: Final = 0.03
 _STEP_HALVED_AFTER_USES: Final = 20.0
-_SCHEDULE: Final = 2048
+_SCHEDULE: Final = 1024
 """Touches after which rates are no longer corrected for having seen little."""
 _CYCLE: Final = 64
 """Touches over which counts grow before they are scaled back; divides _SCHEDULE."""

@@ -34,14 +34,12 @@ def crowded_order(
     """
     asked = np.sort(np.concatenate((hits, missing)))
     ranked = ranking.victims(layer, asked, asked.size)
+    stays = room - max(1, room // 4)
     if hot is not None:
         is_hot = np.isin(ranked, hot)
         ranked = np.concatenate((ranked[~is_hot], ranked[is_hot]))
-    passed_through = max(1, room // 4)
-    stay = ranked[max(0, ranked.size - (room - passed_through)) :]
-    go = ranked[: ranked.size - stay.size]
-    if hot is not None:
-        go = go[~np.isin(go, hot)]
+        stays = max(stays, int(np.count_nonzero(is_hot)))
+    go, stay = ranked[: ranked.size - stays], ranked[ranked.size - stays :]
     read_first = go[np.isin(go, missing)]
     order = np.concatenate((read_first, stay[np.isin(stay, missing)]))
     leavers = (

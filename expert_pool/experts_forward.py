@@ -18,7 +18,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from core.errors import CoterieError
 from core.model_shape import experts_scratch_bytes
 from expert_pool.grouped_linear import ExpertGroup
-from expert_pool.layer_major import before_layer, is_layer_major
+from expert_pool.layer_major import is_layer_major, pause
 from expert_pool.routing import Routing, sort_by_expert
 from expert_pool.tables import IntArray
 
@@ -59,7 +59,7 @@ def experts_forward(
     if pool.observer is not None:
         pool.observer(layer, top_k_index)
     if is_layer_major():
-        before_layer()
+        pause(within_layer=False)
         return _forward_in_order(module, pool, layer, hidden, top_k_index, top_k_weights)
     chunks = -(-num_rows // rows_a_chunk(pool, layer, hidden, top_k_index, top_k_weights))
     if chunks == 1:

@@ -1,8 +1,9 @@
 """What a layer is about to be asked for: every predictor's guess, and how good each one is.
 
 A forecast is made while an earlier layer computes and judged when its own layer has been asked.
-By rank of a score it is counted how often the expert was asked for: that gives each predictor's
-recall, and turns the best one's ranks into probabilities. Nothing is read for any of this.
+By rank of a score it is counted how often the expert was asked for, be it here or missing: that
+gives each predictor's recall, and turns the best one's ranks into probabilities. Nothing is read
+for any of this.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ SOURCES: Final = ("gate", "transitions", "previous", "prompt", "popularity")
 ENOUGH_FORECASTS: Final = 32
 """Before that many were judged, a predictor's probabilities count as 0."""
 _CLASS_STARTS: Final = (2, 8, 32)
-"""Steps of 1, 2 to 7, 8 to 31 and more tokens are judged apart: a wide one wants everything."""
+"""Steps of 1, 2 to 7, 8 to 31 and more tokens are judged apart: a wide one wants everything. So are
+forecasts of the first layers, which are made from the last layers of the step before."""
 _HALVED_AT: Final = 2048.0
 _ALL_SOURCES_EVERY: Final = 4
 """Steps between those in which all predictors are judged; in the others, the best one is."""
@@ -53,13 +55,14 @@ class Forecast:
     """[sources, experts]: every expert, best first."""
     missing: BoolArray
     """Experts that were not here when the forecast was made."""
-    token_class: int
+    judged_as: int
+    """Forecasts of this kind are judged together."""
     likely: FloatArray
     """[experts]: probability that an expert that is here is asked for, by the best predictor."""
     candidates: IntArray
     """The missing experts, best first."""
     chances: FloatArray
-    """Probability of each candidate, which is lower than that of one in its place that is here."""
+    """Probability of each candidate that it is asked for."""
 
 
 class Forecaster:
@@ -84,9 +87,8 @@ class Forecaster:
         self._only_prompt = False
         self._label: Hashable = None
         self._steps = 0
-        classes = len(_CLASS_STARTS) + 1
+        classes = 2 * (len(_CLASS_STARTS) + 1)
         shape = (classes, len(SOURCES), num_experts)
-        self._asked: FloatArray = np.zeros(shape, np.float32)
         self._judged: FloatArray = np.zeros(shape[:2], np.float32)
         self._asked_missing: FloatArray = np.zeros(shape, np.float32)
         self._judged_missing: FloatArray = np.zeros(shape, np.float32)
@@ -98,7 +100,7 @@ class Forecaster:
     def nbytes(self) -> int:
         """Bytes of all tables."""
         everyone = self._labels.everyone.counts.nbytes
-        own = self._transitions.nbytes + self._prompts.nbytes + 6 * self._asked.nbytes
+        own = self._transitions.nbytes + self._prompts.nbytes + 4 * self._asked_here.nbytes
         return own + 2 * everyone + self._labels.num_labels * everyone
 
     def begin_step(self, parts: Iterable[SequencePart] = (), label: Hashable = None) -> None:
@@ -121,9 +123,10 @@ class Forecaster:
         )
         self._only_prompt = alone and count == 1
 
-    def wants_gate(self, tokens: int) -> bool:
-        """Whether the scores of the gate are of use in this step, of so many tokens."""
-        return self._best[_token_class(tokens)] == 0 or self._steps % _ALL_SOURCES_EVERY == 0
+    def wants_gate(self, layer: int, tokens: int) -> bool:
+        """Whether the scores of a layer's gate are of use in this step, of so many tokens."""
+        best = self._best[self._class_of(layer, tokens)]
+        return best == 0 or self._steps % _ALL_SOURCES_EVERY == 0
 
     def learn(self, layer: int, experts: IntArray, counts: IntArray, tokens: int) -> None:
         """`tokens` rows chose each of a layer's distinct `experts` `counts` times."""
@@ -144,8 +147,8 @@ class Forecaster:
 
         `gate`: scores by the layer's own gate, where the model allows it.
         """
-        token_class = _token_class(tokens)
-        best = self._best[token_class]
+        cls = self._class_of(layer, tokens)
+        best = self._best[cls]
         if best == 0 and gate is None:
             best = self._known[-1]
         wanted: tuple[int, ...] = (best,)
@@ -159,43 +162,39 @@ class Forecaster:
                 sources.append(source)
         if not rows:
             rows, sources = [self._labels.predict(self._label, layer)], [len(SOURCES) - 1]
-        orders = np.argsort(-np.stack(rows), axis=1, kind="stable")
+        negated = np.empty((len(rows), self._num_experts))
+        for at, scores in enumerate(rows):
+            np.negative(scores, out=negated[at])
+        orders = negated.argsort(axis=1, kind="stable")
         first, order = sources[0], orders[0]
         gone = missing[order]
-        candidates, residents = order[gone], order[~gone]
-        chances = _rates(
-            self._asked_missing[token_class, first], self._judged_missing[token_class, first]
-        )
-        likely: FloatArray = np.zeros(self._num_experts, np.float32)
-        likely[residents] = _rates(
-            self._asked_here[token_class, first], self._judged_here[token_class, first]
-        )[: residents.size]
+        # An expert in a place near the front is asked for more often if it is here, as others of
+        # its place were asked for just before; so the two are counted apart.
+        chances = _rates(self._asked_missing[cls, first], self._judged_missing[cls, first])
+        likely: FloatArray = np.empty(self._num_experts, np.float32)
+        likely[order] = _rates(self._asked_here[cls, first], self._judged_here[cls, first])
         return Forecast(
             sources=tuple(sources),
             orders=orders,
             missing=missing,
-            token_class=token_class,
+            judged_as=cls,
             likely=likely,
-            candidates=candidates,
-            chances=chances[: candidates.size],
+            candidates=order[gone],
+            chances=chances[gone],
         )
 
     def judge(self, forecast: Forecast, experts: IntArray) -> None:
         """The layer was asked for `experts`."""
         used = np.zeros(self._num_experts, np.bool_)
         used[experts] = True
-        orders, missing, cls = forecast.orders, forecast.missing, forecast.token_class
+        orders, missing, cls = forecast.orders, forecast.missing, forecast.judged_as
         sources = list(forecast.sources)
-        self._asked[cls, sources] += used[orders]
+        asked, gone = used[orders], missing[orders]
+        self._asked_missing[cls, sources] += asked & gone
+        self._judged_missing[cls, sources] += gone
+        self._asked_here[cls, sources] += asked & ~gone
+        self._judged_here[cls, sources] += ~gone
         self._judged[cls, sources] += 1.0
-        gone = missing[orders]
-        for among, asked, judged in (
-            (orders[gone], self._asked_missing, self._judged_missing),
-            (orders[~gone], self._asked_here, self._judged_here),
-        ):
-            by_place = used[among].reshape(len(sources), -1)
-            asked[cls, sources, : by_place.shape[1]] += by_place
-            judged[cls, sources, : by_place.shape[1]] += 1.0
         if self._judged[cls, sources[0]] > _HALVED_AT:
             for table in self._tables():
                 table[cls] *= 0.5
@@ -212,7 +211,8 @@ class Forecaster:
         if not known.size:
             return found
         for source, name in enumerate(SOURCES):
-            asked, judged = self._asked[known[0], source], float(self._judged[known[0], source])
+            cls, judged = known[0], float(self._judged[known[0], source])
+            asked = self._asked_missing[cls, source] + self._asked_here[cls, source]
             total = float(asked.sum())
             if total:
                 budget = 2 * max(1, round(total / judged))
@@ -230,7 +230,6 @@ class Forecaster:
 
     def _tables(self) -> tuple[FloatArray, ...]:
         return (
-            self._asked,
             self._judged,
             self._asked_missing,
             self._judged_missing,
@@ -238,13 +237,16 @@ class Forecaster:
             self._judged_here,
         )
 
-    def _choose(self, token_class: int, number: int) -> int:
-        """Whose first few missing experts are asked for most often."""
-        seen = self._judged_missing[token_class, :, :number]
-        asked = self._asked_missing[token_class, :, :number]
-        rates = (asked / np.maximum(seen, 1.0)).sum(axis=1)
-        known = [s for s in self._known if seen[s, 0] > 0]
-        return max(known or self._known, key=lambda source: (float(rates[source]), -source))
+    def _class_of(self, layer: int, tokens: int) -> int:
+        width = sum(tokens >= start for start in _CLASS_STARTS)
+        return width if layer >= self.distance else width + len(_CLASS_STARTS) + 1
+
+    def _choose(self, cls: int, number: int) -> int:
+        """Who names the most of the missing experts that are asked for, in its first few."""
+        seen = self._asked_missing[cls].sum(axis=1)
+        named = self._asked_missing[cls, :, :number].sum(axis=1) / np.maximum(seen, 1.0)
+        known = [source for source in self._known if seen[source] > 0]
+        return max(known or self._known, key=lambda source: (float(named[source]), -source))
 
     def _scores(self, source: int, layer: int, gate: FloatArray | None) -> Scores | None:
         if source == 0:
@@ -264,7 +266,3 @@ def _rates(asked: FloatArray, judged: FloatArray) -> FloatArray:
     rates: FloatArray = np.divide(asked, np.maximum(judged, 1.0), dtype=np.float32)
     rates[judged < ENOUGH_FORECASTS] = 0.0
     return rates
-
-
-def _token_class(tokens: int) -> int:
-    return sum(tokens >= start for start in _CLASS_STARTS)

@@ -14,32 +14,33 @@ from contextlib import contextmanager
 _mode = threading.local()
 
 
-def _go_on() -> None:
-    return
+def _go_on(within_layer: bool) -> bool:
+    return False
 
 
 @contextmanager
-def layer_major(before_layer: Callable[[], None] = _go_on) -> Iterator[None]:
+def layer_major(pause: Callable[[bool], bool] = _go_on) -> Iterator[None]:
     """Experts that this thread calls inside of it pass layer-major.
 
-    `before_layer` is called before each MoE layer, while nothing of the pool is pinned. A pass
+    `pause(within_layer)` is called before each MoE layer, and within one where a read is awaited,
+    while nothing of the pool is pinned; it returns whether anything else ran meanwhile. A pass
     inside of another one keeps the outer one's.
     """
     if is_layer_major():
         yield
         return
-    _mode.before_layer = before_layer
+    _mode.pause = pause
     try:
         yield
     finally:
-        del _mode.before_layer
+        del _mode.pause
 
 
 def is_layer_major() -> bool:
     """Whether this thread is inside of `layer_major`."""
-    return hasattr(_mode, "before_layer")
+    return hasattr(_mode, "pause")
 
 
-def before_layer() -> None:
-    """Pauses the pass where it may pause; returns when it is to go on."""
-    _mode.before_layer()
+def pause(within_layer: bool) -> bool:
+    """The pass may be paused here; returns when it is to go on, and whether it was."""
+    return is_layer_major() and bool(_mode.pause(within_layer))

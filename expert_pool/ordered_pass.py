@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from expert_pool.layer_major import pause
 from expert_pool.store import DEMAND, PRELOAD
 from expert_pool.tables import IntArray, ResidencyViolation, State
 
@@ -124,6 +125,8 @@ class OrderedPass:
                 and not self._begin(expert, at)
                 and self._pool.call_off_preloads(self._layer)
             ):
+                continue
+            if self._pool.collect(wait=False) or pause(within_layer=True):
                 continue
             started = time.perf_counter()
             if not self._pool.collect(wait=True):

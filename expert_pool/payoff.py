@@ -13,7 +13,7 @@ from typing import Final, Literal
 PrefetchState = Literal["probing", "on", "off"]
 
 PROBE_PASSES: Final = 512
-"""Passes over layers that are not wholly here, in which prefetch has to show that it pays."""
+"""Passes over layers in which prefetch has to show that it pays."""
 REVIEW_PASSES: Final = 1024
 """While it is on, it is looked at so often."""
 FIRST_REST_PASSES: Final = 1024
@@ -100,7 +100,7 @@ class Payoff:
         self._rest_passes = FIRST_REST_PASSES
 
     def pass_ended(self) -> None:
-        """One more pass over a layer that is not wholly here; from time to time, a verdict."""
+        """One more pass over a layer; from time to time, a verdict."""
         window = self.window
         window.passes += 1
         if self.state == "off":

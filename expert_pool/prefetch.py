@@ -38,6 +38,8 @@ _SETTLED_STEPS: Final = 16
 """Steps in a row that must agree before the distance changes."""
 _FORECAST_EVERY: Final = 16
 """Steps between forecasts while prefetch stands down: they keep the recall known."""
+_LEARN_EVERY: Final = 4
+"""Steps between those that the predictors learn from meanwhile."""
 _EMA: Final = 0.05
 _SAFETY: Final = 0.05
 _CHANCE_WITHOUT_ALLOWANCE: Final = 0.6
@@ -164,7 +166,7 @@ class Prefetcher:
         if self._displaced[layer]:
             regretted = len(self._displaced[layer].intersection(experts[~here].tolist()))
             self.stats.regretted += regretted
-            self._cost(layer, regretted)
+            self._cost(layer, regretted, 1.0)
             self._allowance -= regretted * self._record_bytes[layer]
             self._displaced[layer].clear()
         late = int(np.count_nonzero(states[experts] == State.LOADING))
@@ -174,7 +176,8 @@ class Prefetcher:
             forecast = self._pending.pop(layer, None)
             if forecast is not None:
                 self.forecaster.judge(forecast, experts)
-            self.forecaster.learn(layer, experts, counts, tokens)
+            if self.payoff.state != "off" or self._steps % _LEARN_EVERY == 0:
+                self.forecaster.learn(layer, experts, counts, tokens)
         return in_vain
 
     def target(self, layer: int) -> int | None:
@@ -338,12 +341,12 @@ class Prefetcher:
             self._open[layer].remove(expert)
             self.stats.wasted += 1
             self.stats.wasted_bytes += self._record_bytes[layer]
-            self._cost(layer, 1)
+            self._cost(layer, 1, self._stall_share)
 
-    def _cost(self, layer: int, reads: int) -> None:
-        """So many reads would not have been made without prefetch."""
+    def _cost(self, layer: int, reads: int, waits: float) -> None:
+        """So many reads were made for nothing; `waits` is the part of their time that is felt."""
         self.payoff.window.wasted_bytes += reads * self._record_bytes[layer]
-        self._harmed(reads * self._stall_share * self.read_times.pace_s)
+        self._harmed(reads * waits * self.read_times.pace_s)
 
     def _end_well(self, layer: int, expert: int) -> None:
         self._open[layer].remove(expert)

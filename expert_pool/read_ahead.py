@@ -61,7 +61,7 @@ class ReadAhead:
             self._gates is None
             or target is None
             or self._pool.residency.states.is_whole(target)
-            or not self.prefetcher.forecaster.wants_gate(hidden.shape[0])
+            or not self.prefetcher.forecaster.wants_gate(target, hidden.shape[0])
         ):
             return
         scores = self._gates.begin(target, hidden)

@@ -1,7 +1,7 @@
 """Runs public clients against a live `coterie serve`, each from its own environment.
 
     .venv/bin/python -m tests.clients.run_client openai lm_eval ...    (or: all)
-    ... --envs FOLDER    where the environments are made and kept (default: .clients)
+    ... --envs FOLDER    where the environments are made and kept (some take gigabytes)
     ... --record         also writes what they sent to tests/clients/recorded/
 
 What is served is the demo model with a chat template that takes tools (its own takes none).
@@ -14,24 +14,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
+from benchmarks.live_service import live_service
 from tests.clients.clients import CLIENTS, HERE, HUB_ID, MODEL, Client, Place
 from tests.clients.recording_proxy import RecordingProxy
 
 ROOT = HERE.parents[1]
-READY_LIMIT_S = 240
 CLIENT_LIMIT_S = 900
+ENVIRONMENTS = Path(tempfile.gettempdir()) / "coterie-clients"
 OFFLINE = {
     "HF_HUB_OFFLINE": "1",
     "HF_DATASETS_OFFLINE": "1",
@@ -49,7 +43,7 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="+", choices=[*CLIENTS, "all"])
-    parser.add_argument("--envs", type=Path, default=ROOT / ".clients")
+    parser.add_argument("--envs", type=Path, default=ENVIRONMENTS)
     parser.add_argument("--port", type=int, default=0, help="of the server; 0: a free one")
     parser.add_argument("--record", action="store_true")
     options = parser.parse_args()
@@ -57,7 +51,10 @@ def main() -> None:
     for name in names:
         install(CLIENTS[name], options.envs.resolve())
     failed = []
-    with tempfile.TemporaryDirectory() as folder, served(options.port, Path(folder)) as port:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        live_service(model_with_tools(Path(folder)), options.port, "engine.threads=1") as port,
+    ):
         for name in names:
             if not run(CLIENTS[name], options.envs.resolve(), port, options.record):
                 failed.append(name)
@@ -76,42 +73,6 @@ def install(client: Client, envs: Path) -> None:
             [folder / "bin" / "python", "-m", "pip", "install", "--quiet", *arguments], check=True
         )
     (folder / ".installed").touch()
-
-
-@contextmanager
-def served(port: int, scratch: Path) -> Iterator[int]:
-    """A live `coterie serve`, stopped afterwards; gives its port."""
-    if port == 0:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
-    program = [sys.executable, "-c", "from app.cli import main; main()"]
-    arguments = [
-        "serve",
-        str(model_with_tools(scratch)),
-        "--port",
-        str(port),
-        "--set",
-        "engine.threads=1",
-    ]
-    with tempfile.TemporaryFile() as log:
-        server = subprocess.Popen(
-            [*program, *arguments], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT
-        )
-        try:
-            deadline = time.monotonic() + READY_LIMIT_S
-            while not answers(f"http://127.0.0.1:{port}/ready"):
-                if server.poll() is not None or time.monotonic() > deadline:
-                    log.seek(0)
-                    raise SystemExit(f"coterie serve did not start:\n{log.read().decode()[-3000:]}")
-                time.sleep(0.5)
-            yield port
-        finally:
-            server.send_signal(signal.SIGINT)
-            try:
-                server.wait(60)
-            except subprocess.TimeoutExpired:
-                server.kill()
-                server.wait()
 
 
 def model_with_tools(scratch: Path) -> Path:
@@ -134,15 +95,6 @@ def make_hub_cache(home: Path) -> None:
     (repository / "refs" / "main").write_text(revision)
     for file in (ROOT / MODEL).iterdir():
         (repository / "snapshots" / revision / file.name).symlink_to(file)
-
-
-def answers(url: str) -> bool:
-    """Whether `url` answers 200."""
-    try:
-        with urllib.request.urlopen(url, timeout=5) as answer:
-            return bool(answer.status == 200)
-    except (OSError, urllib.error.HTTPError):
-        return False
 
 
 def run(client: Client, envs: Path, port: int, record: bool) -> bool:

@@ -32,6 +32,14 @@ FAKE, DEMO = "tests.serving.fake_engines:open_engine", "engine.engine:open_engin
 FAKE_ENGINE = {"max_sequences": 8, "context_tokens": 512, "kv_memory": 10_000}
 # Mutations may leave out max_tokens; the demo model would then write until its context is full.
 SERVING = ServingSettings(max_body_bytes="1MiB", default_max_tokens=16)
+GAUGES = (
+    "running",
+    "waiting",
+    "waiting_prompt_tokens",
+    "engine_running",
+    "engine_waiting",
+    "kv_used",
+)
 EXAMPLES = 40
 MOST_TOKENS = 24
 
@@ -98,8 +106,8 @@ def check_alive(server: LocalServer) -> None:
     deadline = time.monotonic() + 10
     held: dict[str, float] = {}
     while time.monotonic() < deadline:
-        gauges = ("running", "waiting", "kv_blocks_used", "requests_running", "queued")
-        held = {name: value for name, value in server.status().items() if name in gauges and value}
+        status = server.status()
+        held = {name: status[name] for name in GAUGES if status[name]}
         if not held:
             return
         time.sleep(0.05)
@@ -125,6 +133,15 @@ def test_mutated_bodies_are_answered_or_refused(server: LocalServer, count: int)
     assert statuses[200] > count // 20, "some bodies must reach the engine"
     assert statuses[400] > count // 4
     check_alive(server)
+
+
+@pytest.mark.parametrize("server", [DEMO], indirect=True, ids=["demo"])
+@pytest.mark.parametrize("penalty", [1e-300, 1e-9, 0.01, 10.0])
+def test_a_tiny_repetition_penalty_is_no_server_error(server: LocalServer, penalty: float) -> None:
+    """Found by the mutations: logits divided by 1e-300 were not finite, which was a 500."""
+    body = {"model": MODEL, "prompt": "The fox", "max_tokens": 4, "repetition_penalty": penalty}
+    answer = post(server.url, "/v1/completions", body)
+    assert answer.status_code == (200 if penalty >= 0.01 else 400), answer.text
 
 
 @pytest.mark.soak

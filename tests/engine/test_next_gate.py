@@ -1,4 +1,4 @@
-"""A router is found in every family that has one beside its experts, and ranks as the model does."""
+"""Every family's routers are found beside the experts, and rank them as the model does."""
 
 import pytest
 import torch

@@ -32,7 +32,7 @@ def run(known, steps, ask, gate=None, missing=None, parts=None):
             known.learn(layer, experts, np.ones_like(experts), 1)
             target = layer + known.distance
             if target < LAYERS:
-                scores = gate(step, target) if gate and known.wants_gate(1) else None
+                scores = gate(step, target) if gate and known.wants_gate(target, 1) else None
                 forecast = pending[target] = known.forecast(target, 1, gone, scores)
     return forecast
 
@@ -66,7 +66,7 @@ def test_a_gate_that_knows_is_believed_and_asked_for_each_step():
 
     run(known, 200, lambda step, layer: ids(table[step, layer]), gate)
     assert known.recall()["gate"] == 1.0
-    assert known.wants_gate(1)
+    assert known.wants_gate(1, 1)
     run(known, 200, lambda step, layer: ids(table[step, layer]),
         lambda step, layer: -gate(step, layer))  # fmt: skip
     assert known.recall()["gate"] < 0.6

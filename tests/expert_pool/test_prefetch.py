@@ -1,5 +1,7 @@
 """Prefetch in the live pool on a virtual clock, and the Prefetcher's rules by themselves."""
 
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,7 @@ from expert_pool.prefetch import ALLOWANCE, MAX_DISTANCE, Choice, Prefetcher
 from expert_pool.store import DEMAND, PREFETCH
 from expert_pool.tables import State
 from tests.expert_pool.fake_experts import FakeIndex, FakeShape, random_routing
+from tests.expert_pool.test_overlap import SlowReader
 from tests.expert_pool.test_pool import open_pool, slots_bytes
 from tests.expert_pool.virtual_disk import VirtualPool
 
@@ -36,7 +39,7 @@ def random_experts(steps, seed=0):
     return np.stack(rows).reshape(steps, SHAPE.num_layers, 4)
 
 
-def open_virtual(monkeypatch, index, read_s=1e-3, compute_s=0.4e-3, prefetch="auto", **more):
+def open_virtual(monkeypatch, index, read_s=0.5e-3, compute_s=0.4e-3, prefetch="auto", **more):
     more.setdefault("policy", "lru")
     return VirtualPool(monkeypatch, index, read_s, compute_s, prefetch=prefetch,
                        expert_memory=slots_bytes(index, SLOTS), **more)  # fmt: skip
@@ -49,11 +52,11 @@ def test_it_hides_stall_that_can_be_foreseen(monkeypatch, index):
     ahead = open_virtual(monkeypatch, index)
     with_s = ahead.run(demands)
     assert ahead.stats[-1].prefetch.state == "on"
-    assert with_s < 0.9 * without_s
+    assert with_s < 0.95 * without_s
     assert ahead.total("stall_s") < 0.75 * without.total("stall_s")
     # What it says it saved is about what it did save.
-    saved_s = without.total("stall_s") - ahead.total("stall_s")
-    assert 0.5 * saved_s < ahead.prefetched("hidden_s") < 1.6 * saved_s
+    reckoned_s = ahead.prefetched("hidden_s") - ahead.prefetched("harm_s")
+    assert reckoned_s == pytest.approx(without_s - with_s, rel=0.4)
     assert ahead.total("bytes_read") <= 1.15 * without.total("bytes_read")
     assert ahead.prefetched("used") > 5 * ahead.prefetched("wasted")
     assert ahead.stats[-1].prefetch.net_gain > 0.05
@@ -64,10 +67,13 @@ def test_it_hides_stall_that_can_be_foreseen(monkeypatch, index):
 
 
 def test_the_same_run_gives_the_same_numbers(monkeypatch, index):
-    first, second = (open_virtual(monkeypatch, index) for _ in range(2))
     demands = foreseeable(120, seed=3)
-    assert first.run(demands) == second.run(demands)
-    assert first.stats == second.stats
+    first = open_virtual(monkeypatch, index)
+    first_s = first.run(demands)
+    second = open_virtual(monkeypatch, index)
+    assert second.run(demands) == first_s
+    for one, other in zip(first.stats, second.stats, strict=True):
+        assert (one.prefetch, one.stall_s) == (other.prefetch, other.stall_s)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +100,7 @@ def test_it_probes_again_and_comes_back_when_the_disk_gets_slow(monkeypatch, ind
     ahead.run(foreseeable(250))
     assert ahead.stats[-1].prefetch.state == "off"
     begun = ahead.prefetched("begun")
-    ahead.store.read_s = 1e-3
+    ahead.store.read_s = 0.5e-3
     ahead.run(foreseeable(1200))
     assert ahead.stats[-1].prefetch.state == "on"
     assert ahead.prefetched("begun") > begun + 1000
@@ -119,7 +125,7 @@ def test_a_pool_with_a_slot_for_every_expert_has_no_prefetcher(index):
 
 
 def test_it_reads_farther_ahead_where_reads_take_longer(monkeypatch, index):
-    near = open_virtual(monkeypatch, index, 1e-3, 0.4e-3, prefetch="on")
+    near = open_virtual(monkeypatch, index, 0.5e-3, 0.4e-3, prefetch="on")
     near.run(foreseeable(200))
     assert near.stats[-1].prefetch.distance_layers == 1
     far = open_virtual(monkeypatch, index, 5e-3, 0.4e-3, readers=4, prefetch="on")
@@ -229,6 +235,52 @@ def test_outputs_are_bitwise_the_same_with_prefetch(tmp_path):
     pool.settle()
     pool.check_invariants()
     pool.close()
+
+
+def test_it_hides_stall_with_real_threads(tmp_path, monkeypatch):
+    """Sleeps for disk and computing, as in test_overlap; the best of a few, on a busy machine."""
+    shape = FakeShape(num_layers=4, num_experts=12, top_k=2)
+    index = FakeIndex(tmp_path, shape)
+    # Layers agree on a pair of experts, drawn anew for each step.
+    draw = np.random.default_rng(0)
+    pairs = [draw.permutation(6)[0] for _ in range(40)]
+
+    def stall_s(prefetch):
+        reader = SlowReader(index, 0.0)
+        pool, model = open_pool(
+            index, reader, expert_memory=slots_bytes(index, 6), read_threads=2, prefetch=prefetch
+        )
+        if pool.read_ahead is not None:
+            forecaster = pool.read_ahead.prefetcher.forecaster
+            for step in range(60):  # what it would have learned
+                for layer in range(4):
+                    asked = np.array([2 * (step % 6), 2 * (step % 6) + 1])
+                    forecaster.learn(layer, asked, np.ones(2, np.int64), 1)
+                    forecaster._judged_missing[:, 1], forecaster._judged_here[:, 1] = 100, 100
+                    forecaster._asked_missing[:, 1, :2] = 100
+            forecaster._best = [1] * len(forecaster._best)
+        monkeypatch.setattr("expert_pool.forecast._ALL_SOURCES_EVERY", 10**9)
+        reader.read_s = 0.004
+        total = 0.0
+        for step, pair in enumerate(pairs):
+            pool.begin_step()
+            for layer in range(4):
+                chosen = torch.tensor([[2 * pair, 2 * pair + 1]])
+                hidden, weights = torch.randn(1, 64), torch.full((1, 2), 0.5)
+                assert model.layers[layer](hidden, chosen, weights).isfinite().all()
+                time.sleep(0.012)  # the layer's attention
+            total += pool.end_step().stall_s * (step > 5)
+        pool.settle()
+        pool.check_invariants()
+        pool.close()
+        return total
+
+    found = []
+    for _ in range(4):
+        found.append((stall_s("off"), stall_s("on")))
+        if found[-1][1] < 0.7 * found[-1][0]:
+            return
+    raise AssertionError(f"stall without and with prefetch: {found}")
 
 
 @settings(max_examples=60)
