@@ -63,6 +63,13 @@ class HostTier:
         """
         folder = folder or shared_memory_folder()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.stat()
+        if found.st_uid != os.getuid() or found.st_mode & 0o077:
+            raise PermissionError(
+                errno.EPERM,
+                "expected a folder that is ours alone: others could change weights",
+                folder,
+            )
         self._slot_bytes = max(layer.slot_bytes for layer in index.layers)
         counts = [layer.num_experts for layer in index.layers]
         self._starts = [0, *accumulate(counts)]

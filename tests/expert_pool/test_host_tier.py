@@ -255,6 +255,14 @@ def test_a_writer_that_hangs_holds_nobody_up(index):
     tier.close()
 
 
+def test_a_folder_that_others_can_write_to_is_not_used(index):
+    folder = index.model_dir.parent / "shm"
+    folder.mkdir()
+    folder.chmod(0o777)
+    with pytest.raises(PermissionError, match="ours alone"):
+        open_tier(index)
+
+
 def test_full_memory_is_a_warning_and_the_expert_is_served(index, monkeypatch, caplog):
     def full(*args):
         raise OSError(28, "No space left on device")

@@ -88,10 +88,11 @@ class LocalServer:
         serving: ServingSettings,
         engine: dict[str, Any],
         factory: str = "tests.serving.fake_engines:open_engine",
+        pool: dict[str, Any] | None = None,
     ) -> None:
         self._model_dir = model_dir
         self._serving = serving
-        self._settings = {"model": str(model_dir), "engine": engine}
+        self._settings = {"model": str(model_dir), "engine": engine, "pool": pool}
         self._factory = factory
         self._ready = threading.Event()
         self._failure: BaseException | None = None
