@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -32,6 +33,7 @@ from deployments.request_gate import add_gate, caller_of
 log = logging.getLogger("ray.serve")
 
 _CLIENT_GONE = 499
+_READ = ["GET", "HEAD"]
 _PAGE_HEADERS = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"}
 Result = TypeVar("Result")
 
@@ -39,7 +41,12 @@ Result = TypeVar("Result")
 def make_http_api(gateway: Gateway) -> FastAPI:
     """The ASGI application over one gateway."""
     api = FastAPI(
-        openapi_url=None, docs_url=None, redoc_url=None, telemetry={"auto_configure": False}
+        openapi_url=None,
+        docs_url=None,
+        redoc_url=None,
+        # A redirect would name http, whatever stands before this server, and take the key there.
+        redirect_slashes=False,
+        telemetry={"auto_configure": False},
     )
 
     @api.post("/v1/chat/completions")
@@ -60,34 +67,34 @@ def make_http_api(gateway: Gateway) -> FastAPI:
     async def detokenize(request: Request) -> Response:
         return JsonBytes(await gateway.detokenize(await _body(request, gateway)))
 
-    @api.get("/v1/models")
+    @api.api_route("/v1/models", methods=_READ)
     async def models() -> Response:
         return JsonBytes(gateway.models())
 
-    @api.get("/v1/models/{name:path}")
+    @api.api_route("/v1/models/{name:path}", methods=_READ)
     async def model(name: str) -> Response:
         return JsonBytes(gateway.model(name))
 
     document = openapi(metadata.version("coterie"))
     html = page(document)
 
-    @api.get("/openapi.json")
+    @api.api_route("/openapi.json", methods=_READ)
     async def description() -> Response:
         return JsonBytes(document)
 
-    @api.get("/docs")
+    @api.api_route("/docs", methods=_READ)
     async def docs() -> Response:
         return Response(html, media_type="text/html", headers=_PAGE_HEADERS)
 
-    @api.get("/metrics")
+    @api.api_route("/metrics", methods=_READ)
     async def metrics() -> Response:
         return Response(await gateway.metrics(), media_type=METRICS_TYPE)
 
-    @api.get("/health")
+    @api.api_route("/health", methods=_READ)
     async def health() -> Response:
         return JsonBytes({"status": "alive"})
 
-    @api.get("/ready")
+    @api.api_route("/ready", methods=_READ)
     async def ready() -> Response:
         is_ready, body = await gateway.ready()
         return JsonBytes(body, status_code=200 if is_ready else 503)
@@ -107,6 +114,11 @@ def make_http_api(gateway: Gateway) -> FastAPI:
         text = f"{said.get(error.status_code, error.detail)}: {request.method} {request.url.path}"
         headers = dict(error.headers or {})
         return JsonBytes(error_object(text, kind), status_code=error.status_code, headers=headers)
+
+    @api.exception_handler(ClientDisconnect)
+    async def gone(request: Request, error: ClientDisconnect) -> Response:
+        # It left before it had sent its body: nobody's fault, and nobody reads this.
+        return Response(status_code=_CLIENT_GONE)
 
     @api.exception_handler(Exception)
     async def unforeseen(request: Request, error: Exception) -> Response:

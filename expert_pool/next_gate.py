@@ -85,7 +85,10 @@ class NextGate:
             scores = scores[0]
         if scores.device.type == "cpu":
             return scores
-        host = torch.empty(scores.shape, dtype=scores.dtype, pin_memory=True)
+        try:
+            host = torch.empty(scores.shape, dtype=scores.dtype, pin_memory=True)
+        except RuntimeError:  # no pinned memory: a copy that waits, and no failed step
+            return scores.cpu()
         return host.copy_(scores, non_blocking=True)
 
 

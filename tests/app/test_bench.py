@@ -309,9 +309,7 @@ def rude_server():
             with connection:
                 # Read whole: closing with bytes unread would reset the connection.
                 seen = b""
-                end = b""
-                while not end or not seen.endswith(end):
-                    end = b"}" if seen.startswith(b"POST") else b"\r\n\r\n"
+                while not seen.endswith(b"}" if seen.startswith(b"POST") else b"\r\n\r\n"):
                     seen += connection.recv(65536)
                 connection.sendall(said[0])
 
