@@ -108,7 +108,13 @@ class LiveStart:
         self._model = model
         index = CheckpointIndex.open(model)
         slot_bytes = index.layers[0].slot_bytes
-        settings = PoolSettings(expert_memory=SLOTS * LAYERS * slot_bytes, verify_checksums=False)
+        settings = PoolSettings(
+            expert_memory=SLOTS * LAYERS * slot_bytes,
+            verify_checksums=False,
+            host_memory="off",
+            hot_start_s=0,
+            prefetch="off",
+        )
         self._pool = ExpertPool(index, settings)
 
     def ttft_ms(self, part: IntArray, start: list[IntArray] | None) -> float:

@@ -32,6 +32,7 @@ from deployments.openai_errors import (
     exception_of,
 )
 from deployments.openai_logprobs import Json
+from deployments.openai_messages import Message
 from deployments.openai_schema import (
     Body,
     ChatRequest,
@@ -55,6 +56,8 @@ from engine.sampling_defaults import sampling_defaults
 log = logging.getLogger("ray.serve")
 
 _STATUS_TIMEOUT_S = 2.0
+_LONG_BODY_BYTES = 64 * 1024
+"""Prompts are held against the context before they are tokenised whole from here on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,24 +102,27 @@ class Gateway:
         asked = await self._parse(ChatRequest, body)
         self._check(asked)
         tools = ToolUse.of(asked, self._formats)
-        ids = await self._tokenizer.chat_ids(
-            self._formats.template_messages(asked.messages),
+        prompt = await self._tokenizer.chat(
+            await self._turns(asked.messages, body),
             asked.chat_template_kwargs or {},
             tools.template_kwargs,
+            await self._context_tokens(body),
         )
-        return await self._answer(
-            asked, (PromptText(ids),), tools.plan(ids, structure_of(asked)), caller
-        )
+        plan = tools.plan(prompt.ids, structure_of(asked))
+        return await self._answer(asked, (prompt,), plan, caller)
 
     async def completion(self, body: bytes, caller: Caller = NOBODY) -> Json | EventStream:
         """POST /v1/completions. Raises CoterieError."""
         asked = await self._parse(CompletionRequest, body)
         self._check(asked)
         asked.check_prompts(self.serving)
-        add_special = asked.add_special_tokens is not False
+        add_special, echo = asked.add_special_tokens is not False, bool(asked.echo)
+        context_tokens = await self._context_tokens(body)
         prompts = []
         for prompt in asked.prompt:
-            prompts.append(await self._tokenizer.prompt(prompt, add_special, bool(asked.echo)))
+            prompts.append(
+                await self._tokenizer.prompt(prompt, add_special, echo, context_tokens)
+            )
             await asyncio.sleep(0)  # many short ones are as long as a long one
         return await self._answer(
             asked, tuple(prompts), OutputPlan(structure_of(asked), None, ()), caller
@@ -128,13 +134,13 @@ class Gateway:
         self._check_model(asked.model or self.model_name)
         asked.check()
         if asked.messages is not None:
-            messages = self._formats.template_messages(asked.messages)
-            ids = await self._tokenizer.chat_ids(messages, asked.chat_template_kwargs or {})
+            turns = await self._turns(asked.messages, body)
+            ids = (await self._tokenizer.chat(turns, asked.chat_template_kwargs or {})).ids
         else:
             add_special = asked.add_special_tokens is not False
             ids = (await self._tokenizer.prompt(asked.prompt or "", add_special)).ids
         info = await self._rank_info()
-        names = self._tokenizer.token_texts(ids) if asked.return_token_strs else None
+        names = await self._tokenizer.token_texts(ids) if asked.return_token_strs else None
         return {
             "count": len(ids),
             "max_model_len": info.context_tokens,
@@ -278,6 +284,13 @@ class Gateway:
         for number, prompt in enumerate(form.prompts):
             if not prompt.ids:
                 raise RequestError("The prompt has no tokens.", param)
+            if prompt.is_beginning:
+                raise ContextLengthError(
+                    f"The prompt has over {len(prompt.ids)} tokens and {asked.limit_param} is "
+                    f"{asked.token_limit() or 'left out'}; the limit for both together is "
+                    f"{info.context_tokens} tokens.",
+                    param,
+                )
             if max(prompt.ids) >= info.vocab_size:
                 raise RequestError(
                     f"expected token ids from 0 to {info.vocab_size - 1}, found {max(prompt.ids)}.",
@@ -312,6 +325,16 @@ class Gateway:
     async def _parse(self, model: type[Body], body: bytes) -> Body:
         # Parsing is native code: sixteen bytes cost about what a character costs elsewhere.
         return await self._tokenizer.run(len(body) // 16, lambda: parse_body(model, body))
+
+    async def _turns(self, messages: list[Message], body: bytes) -> list[Json]:
+        """The messages as templates read them; calls of tools in them are parsed once more."""
+        return await self._tokenizer.run(
+            len(body) // 16, lambda: self._formats.template_messages(messages)
+        )
+
+    async def _context_tokens(self, body: bytes) -> int | None:
+        """The limit for prompt and answer; None for a body too short to matter."""
+        return (await self._rank_info()).context_tokens if len(body) > _LONG_BODY_BYTES else None
 
     def _check_model(self, name: str) -> None:
         if name != self.model_name:

@@ -18,6 +18,8 @@ class PromptText:
     """What an echo repeats; empty where none was asked for."""
     offsets: tuple[int, ...] = ()
     """Characters of `text` before each token."""
+    is_beginning: bool = False
+    """The whole prompt is longer than the context, and these are its first tokens."""
 
     @classmethod
     def of_ids(cls, pieces: TokenPieces, ids: Seq[int]) -> PromptText:

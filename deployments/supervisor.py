@@ -153,8 +153,8 @@ class Supervisor:
         deadline = time.monotonic() + limit_s
         while self._live and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
-        for live in list(self._live.values()):
-            live.fail(Failure.of(EngineUnavailableError("the server stops")))
+        for request_id in list(self._live):
+            self._end_early(request_id, EngineUnavailableError("the server stops"))
         while self._live and time.monotonic() < deadline + 1.0:
             await asyncio.sleep(0.02)  # until the error frames are on their way
 

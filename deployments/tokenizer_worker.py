@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from core.errors import RequestError
 from deployments.chat_template import ChatTemplate
@@ -18,6 +19,10 @@ from engine.token_pieces import TokenPieces
 
 _THREADS = 2
 _SHORT_CHARS = 2_000
+_LONG_CHARS = 200_000
+"""Longer texts take seconds: they have a thread of their own, so that others need not wait."""
+_BEGINNING_CHARS = 16
+"""For each token of the context, of a text that can hardly fit it: what is looked at first."""
 _VALUE_CHARS = 16
 """A message costs a template something even where it is empty."""
 
@@ -32,6 +37,7 @@ class TokenizerWorker:
         self._template = template
         self._pieces = pieces
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenizer")
+        self._long_pool = ThreadPoolExecutor(1, thread_name_prefix="tokenizer-long")
 
     @classmethod
     def open(cls, model_dir: Path) -> TokenizerWorker:
@@ -40,50 +46,65 @@ class TokenizerWorker:
         return cls(open_tokenizer(model_dir), ChatTemplate.open(model_dir), pieces)
 
     async def prompt(
-        self, prompt: str | tuple[int, ...], add_special: bool = True, echo: bool = False
+        self,
+        prompt: str | tuple[int, ...],
+        add_special: bool = True,
+        echo: bool = False,
+        context_tokens: int | None = None,
     ) -> PromptText:
         """A completion prompt as ids; with `echo` also as text.
 
-        A text gets the special tokens that the tokenizer adds, unless told otherwise.
+        A text gets the special tokens that the tokenizer adds, unless told otherwise. Of one that
+        is clearly longer than `context_tokens` only the beginning is made ids of.
         """
         if isinstance(prompt, str):
-            return await self.run(len(prompt), lambda: self._of_text(prompt, add_special, echo))
+
+            def encode() -> PromptText:
+                return self._of_text(prompt, add_special, echo, context_tokens)
+
+            return await self.run(len(prompt), encode)
         if not echo:
             return PromptText(prompt)
         return await self.run(len(prompt), lambda: PromptText.of_ids(self._pieces, prompt))
 
-    async def chat_ids(
+    async def chat(
         self,
         messages: list[dict[str, Any]],
         kwargs: dict[str, Any],
         own: dict[str, Any] | None = None,
-    ) -> tuple[int, ...]:
-        """Ids of a chat prompt; the template writes its special tokens itself."""
-        size = _size_chars(messages) + _size_chars(kwargs) + _size_chars(own or {})
+        context_tokens: int | None = None,
+    ) -> PromptText:
+        """A chat prompt as ids, as in `prompt`; the template writes its special tokens itself."""
 
-        def render_and_encode() -> tuple[int, ...]:
+        def render_and_encode() -> PromptText:
             text = self._template.render(messages, kwargs, own)
-            return self._of_text(text, add_special=False).ids
+            return self._of_text(text, add_special=False, context_tokens=context_tokens)
 
-        return await self.run(size, render_and_encode)
+        return await self.run(_size_chars([messages, kwargs, own or {}]), render_and_encode)
 
     async def text(self, ids: tuple[int, ...]) -> str:
         """The text of token ids, special tokens by their names. Raises RequestError."""
         return await self.run(len(ids), lambda: self._text(ids))
 
-    def token_texts(self, ids: tuple[int, ...]) -> list[str]:
+    async def token_texts(self, ids: tuple[int, ...]) -> list[str]:
         """Each token as the vocabulary names it."""
-        return [self._tokenizer.id_to_token(token_id) or "" for token_id in ids]
+
+        def names() -> list[str]:
+            return [self._tokenizer.id_to_token(token_id) or "" for token_id in ids]
+
+        return await self.run(len(ids), names)
 
     def close(self) -> None:
         """End the threads."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._long_pool):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     async def run(self, size_chars: int, work: Callable[[], Result]) -> Result:
         """The work's result; in a thread where as much text as that would hold the loop up."""
         if size_chars <= _SHORT_CHARS:
             return work()
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+        pool = self._pool if size_chars <= _LONG_CHARS else self._long_pool
+        return await asyncio.get_running_loop().run_in_executor(pool, work)
 
     def _text(self, ids: tuple[int, ...]) -> str:
         unknown = next((i for i in ids if self._tokenizer.id_to_token(i) is None), None)
@@ -91,21 +112,41 @@ class TokenizerWorker:
             raise RequestError(f"There is no token with the id {unknown}.", "tokens")
         return str(self._tokenizer.decode(ids, skip_special_tokens=False))
 
-    def _of_text(self, text: str, add_special: bool, echo: bool = False) -> PromptText:
-        try:
-            # encode_batch lets other threads run; encode does not.
-            encoding = self._tokenizer.encode_batch([text], add_special_tokens=add_special)[0]
-        except UnicodeEncodeError as error:
-            raise RequestError(f"The text holds no valid Unicode: {error}.", None) from error
+    def _of_text(
+        self, text: str, add_special: bool, echo: bool = False, context_tokens: int | None = None
+    ) -> PromptText:
+        if context_tokens is not None and len(text) > 2 * _BEGINNING_CHARS * context_tokens:
+            # Millions of tokens cost a minute and a gigabyte before they are refused.
+            ids = self._encode(text[: _BEGINNING_CHARS * context_tokens], add_special).ids
+            if len(ids) > 2 * context_tokens:
+                return PromptText(tuple(ids), is_beginning=True)
+        encoding = self._encode(text, add_special)
         if not echo:
             return PromptText(tuple(encoding.ids))
         return PromptText(tuple(encoding.ids), text, tuple(begin for begin, _ in encoding.offsets))
 
+    def _encode(self, text: str, add_special: bool) -> Encoding:
+        try:
+            # encode_batch lets other threads run; encode does not.
+            return self._tokenizer.encode_batch([text], add_special_tokens=add_special)[0]
+        except UnicodeEncodeError as error:
+            raise RequestError(f"The text holds no valid Unicode: {error}.", None) from error
+
 
 def _size_chars(value: Any) -> int:
-    """How much a template has to go through: all texts, and a flat charge for each value."""
-    if isinstance(value, dict):
-        return sum(len(key) + _size_chars(item) for key, item in value.items())
-    if isinstance(value, list):
-        return sum(_size_chars(item) for item in value)
-    return _VALUE_CHARS + (len(value) if isinstance(value, str) else 0)
+    """How much a template has to go through: all texts, and a flat charge for each value.
+
+    Counted no further than to `_LONG_CHARS`: what is beyond changes nothing.
+    """
+    size = 0
+    open_values = [value]
+    while open_values and size <= _LONG_CHARS:
+        value = open_values.pop()
+        if isinstance(value, dict):
+            size += sum(len(key) for key in islice(value, _LONG_CHARS))
+            open_values += value.values()
+        elif isinstance(value, list):
+            open_values += value
+        else:
+            size += _VALUE_CHARS + (len(value) if isinstance(value, str) else 0)
+    return size

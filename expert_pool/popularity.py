@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import tempfile
-import zipfile
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -102,20 +101,37 @@ class Popularity:
 
     @classmethod
     def load(cls, path: Path, content_key: str) -> Popularity:
-        """Read what `save` wrote. Raises CheckpointError for another model's, or no such file."""
+        """Read what `save` wrote. Raises CheckpointError for anything else: another model's,
+        one that is damaged in whatever way, no such file.
+        """
         try:
-            with np.load(path, allow_pickle=False) as stored:
+            with path.open("rb") as file, np.lib.npyio.NpzFile(file, allow_pickle=False) as stored:
                 found = {name: stored[name] for name in stored.files}
-        except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        # Zip and array headers of a damaged file may say anything, and raise as much.
+        except Exception as error:
             raise CheckpointError(f"{path}: not a popularity file: {error}") from error
         if str(found.get("format")) != FORMAT or str(found.get("content_key")) != content_key:
             raise CheckpointError(
                 f"{path}: expected {FORMAT} of model content {content_key}, found "
                 f"{found.get('format')} of {found.get('content_key')}; delete it"
             )
+        try:
+            return cls._of(found)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{path}: damaged popularity file: {error}") from error
+
+    @classmethod
+    def _of(cls, found: dict[str, npt.NDArray[Any]]) -> Popularity:
         counts = found["counts"].astype(np.float64)
-        layers, experts = counts.shape
-        popularity = cls(layers, experts, half_life_tokens=float(found["half_life_tokens"]))
+        tokens = found["tokens"].astype(np.float64)
+        if counts.ndim != 2 or tokens.shape != counts.shape[:1]:
+            raise ValueError(f"counts of shape {counts.shape}, tokens of {tokens.shape}")
+        half_life_tokens = float(found["half_life_tokens"])
+        for values in (counts, tokens, half_life_tokens):
+            # One that is not a number would stay for ever, whatever is added to it.
+            if not (np.isfinite(values).all() and np.all(values >= 0)):
+                raise ValueError("expected finite numbers from 0 on")
+        popularity = cls(*counts.shape, half_life_tokens=half_life_tokens)
         popularity.counts[:] = counts
-        popularity.tokens[:] = found["tokens"]
+        popularity.tokens[:] = tokens
         return popularity

@@ -22,7 +22,7 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> TokenizerWorker:
 
 
 def test_chat_and_text_become_ids(worker: TokenizerWorker) -> None:
-    assert asyncio.run(worker.chat_ids(TURN, {})) == (265, 259, 32, 257, 266)
+    assert asyncio.run(worker.chat(TURN, {})).ids == (265, 259, 32, 257, 266)
     assert asyncio.run(worker.prompt("the")).ids == (259,)
     assert asyncio.run(worker.prompt((7, 8))).ids == (7, 8)
 
@@ -56,10 +56,10 @@ def test_a_long_text_does_not_block_the_loop(worker: TokenizerWorker) -> None:
 
 
 def test_templates_see_their_arguments_and_refuse_ours(worker: TokenizerWorker) -> None:
-    shouted = asyncio.run(worker.chat_ids(TURN, {"shout": "b"}))
+    shouted = asyncio.run(worker.chat(TURN, {"shout": "b"})).ids
     assert shouted[-1] == ord("B")
     with pytest.raises(RequestError, match="add_generation_prompt"):
-        asyncio.run(worker.chat_ids(TURN, {"add_generation_prompt": False}))
+        asyncio.run(worker.chat(TURN, {"add_generation_prompt": False}))
 
 
 def test_a_model_without_a_template_says_so(tmp_path: Path) -> None:
