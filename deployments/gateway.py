@@ -120,9 +120,7 @@ class Gateway:
         context_tokens = await self._context_tokens(body)
         prompts = []
         for prompt in asked.prompt:
-            prompts.append(
-                await self._tokenizer.prompt(prompt, add_special, echo, context_tokens)
-            )
+            prompts.append(await self._tokenizer.prompt(prompt, add_special, echo, context_tokens))
             await asyncio.sleep(0)  # many short ones are as long as a long one
         return await self._answer(
             asked, tuple(prompts), OutputPlan(structure_of(asked), None, ()), caller

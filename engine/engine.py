@@ -76,6 +76,15 @@ class Engine:
         self.shape: ModelShape = index.shape
         self._settings = engine
         self.pool = ExpertPool(index, pool, device=engine.device)
+        try:
+            self._prepare(index, engine)
+            warm_up(self.pool, pool.hot_start_s)
+        except BaseException:
+            self.pool.close()  # a refused start leaves no threads and files behind
+            raise
+
+    def _prepare(self, index: CheckpointIndex, engine: EngineSettings) -> None:
+        """Everything that is made around the pool."""
         backbone = Backbone.open(
             index,
             self.pool,
@@ -102,6 +111,7 @@ class Engine:
         self._runner: PagedRunner | StockRunner
         check_memory(self.shape, engine, blocks)
         most = pass_tokens(backbone.model, self.pool, engine.prefill_memory)
+        most = min(most, blocks * size)  # no more have keys and values at once
         if backbone.state_family:
             self._runner = StockRunner(backbone)
         else:
@@ -133,7 +143,6 @@ class Engine:
         self._next_sequence_id = 0
         self._steps = 0
         self._chat: ChatSession | None = None
-        warm_up(self.pool, pool.hot_start_s)
 
     def add(self, request: Request) -> None:
         """Queues a request. Raises RequestError, and then nothing of it is queued."""

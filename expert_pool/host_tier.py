@@ -163,7 +163,8 @@ class HostTier:
             slot = int(slots[record])
             slots[record] = -1
             return slot
-        owners = self._owners
+        # Copied and bounded: another process may write here, and what died here may have.
+        owners = np.where(self._owners < slots.size, self._owners, -1)
         taken = (owners >= 0) & (slots[np.maximum(owners, 0)] == np.arange(owners.size))
         if not taken.all():
             return int(np.argmin(taken))

@@ -131,7 +131,8 @@ class Popularity:
             # One that is not a number would stay for ever, whatever is added to it.
             if not (np.isfinite(values).all() and np.all(values >= 0)):
                 raise ValueError("expected finite numbers from 0 on")
-        popularity = cls(*counts.shape, half_life_tokens=half_life_tokens)
+        layers, experts = counts.shape
+        popularity = cls(layers, experts, half_life_tokens)
         popularity.counts[:] = counts
         popularity.tokens[:] = tokens
         return popularity

@@ -225,7 +225,7 @@ class ExpertStore:
         image = workspace.pinned(load.slot.numel()).numpy()
         try:
             self._host_tier.keep(load.layer, load.expert, image, load.digest)
-        except OSError as error:
+        except Exception as error:  # a reader must live on, and the expert is served already
             _log.warning("the host tier cannot keep an expert: %s", error)
 
 

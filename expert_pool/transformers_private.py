@@ -42,7 +42,9 @@ def load_config(model_dir: Path) -> PretrainedConfig:
         return AutoConfig.from_pretrained(
             str(model_dir), local_files_only=True, trust_remote_code=False
         )
-    except (ValueError, OSError, KeyError, TypeError) as error:
+    # A configuration's classes check its values in ways of their own: whatever they raise, they
+    # refused it.
+    except Exception as error:
         raise CheckpointError(
             f"{model_dir / 'config.json'} is not a configuration that transformers knows without "
             f"running code from the model's folder, which Coterie never does. It says: {error}"

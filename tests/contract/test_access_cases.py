@@ -22,6 +22,7 @@ from tests.serving import fake_engines
 from tests.serving.http_client import DONE, events, post
 from tests.serving.local_server import MODEL, LocalServer
 from tests.serving.tiny_model_folder import make_folder
+from tests.waiting import until
 
 TEXT = "/v1/completions"
 ENGINE = {"max_sequences": 2, "context_tokens": 4096, "kv_memory": 10_000}
@@ -97,10 +98,13 @@ def test_every_route_but_the_listed_ones_needs_a_key(server: LocalServer) -> Non
     for path, method in [*routes, ("/nope", "GET"), ("/health", "POST"), ("/health/", "GET")]:
         url = path.replace("{name:path}", "m")
         answer = server.call(ask(url, method, {}))
-        if path in OPEN_ROUTES and method == "GET":
+        if path in OPEN_ROUTES and method in ("GET", "HEAD"):
             assert answer.status_code == 200, path
             continue
-        assert (answer.status_code, code(answer)) == (401, "invalid_api_key"), path
+        assert answer.status_code == 401, path
+        if method == "HEAD":
+            continue  # an answer without a body
+        assert code(answer) == "invalid_api_key", path
         assert answer.headers["www-authenticate"].startswith("Bearer")
         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
     assert server.call(ask("/added/later", "GET", KEY)).json() == "open"
@@ -206,8 +210,7 @@ def test_requests_at_once_and_one_after_the_other(server: LocalServer) -> None:
         assert events(streamed.text)[-1] == DONE
     with ThreadPoolExecutor(1) as pool:
         slow = pool.submit(post, server.url, TEXT, body(seed=SLOW, max_tokens=40), headers=OTHER)
-        while not server.status()["engine_running"]:
-            time.sleep(0.01)
+        until(lambda: server.status()["engine_running"])
         limited(post(server.url, TEXT, body(), headers=OTHER))
         assert slow.result().status_code == 200
     assert post(server.url, TEXT, body(), headers=OTHER).status_code == 200
@@ -243,8 +246,7 @@ def test_a_full_service_is_503_and_a_full_tenant_is_429(folder: Path, tmp_path: 
         # The rank takes three, one waits, and that is all.
         for count, headers in enumerate((one, big, big, big), start=1):
             pool.submit(post, small.url, TEXT, slow, headers=headers)
-            while held() < count:
-                time.sleep(0.01)
+            until(lambda least=count: held() >= least)
         limited(post(small.url, TEXT, body(), headers=one))
         for _ in range(5):
             full = post(small.url, TEXT, body(), headers=big)
@@ -294,11 +296,9 @@ def test_interactive_requests_pass_those_of_the_flex_tier(folder: Path) -> None:
             order.append(tier)
 
         first = [pool.submit(ask, "auto", 100) for _ in range(4)]
-        while one.status()["running"] < 3:
-            time.sleep(0.01)
+        until(lambda: one.status()["running"] >= 3)
         rest = [pool.submit(ask, "flex") for _ in range(2)]
-        while one.status()["waiting"] < 2:
-            time.sleep(0.01)
+        until(lambda: one.status()["waiting"] >= 2)
         rest += [pool.submit(ask, "default") for _ in range(2)]
         for job in first + rest:
             job.result()
@@ -312,10 +312,10 @@ def test_an_operator_ends_a_request_by_its_id_not_by_a_label(server: LocalServer
     """40: what a client sends as x-request-id is a label, and two may send the same."""
     headers = {**KEY, "x-request-id": "same"}
     with ThreadPoolExecutor(2) as pool:
-        slow = body(seed=SLOW, max_tokens=60, stream=True)
+        slow = body(seed=SLOW, max_tokens=200, stream=True)
         both = [pool.submit(post, server.url, TEXT, slow, headers=headers) for _ in range(2)]
-        while len(listed := server.call(server.supervisor.requests())) < 2:
-            time.sleep(0.01)
+        until(lambda: len(server.call(server.supervisor.requests())) == 2)
+        listed = server.call(server.supervisor.requests())
         assert {entry["tenant"] for entry in listed} == {"acme"}
         time.sleep(0.3)  # until both have sent text: before that, the answer is a 403
         assert not server.call(server.supervisor.cancel("same"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from tests.serving import fake_engines
 from tests.serving.http_client import DONE, events, leave_after, post
 from tests.serving.local_server import MODEL, LocalServer
 from tests.serving.tiny_model_folder import make_folder
+from tests.waiting import until
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -82,13 +83,6 @@ def refusal(response: httpx.Response, status: int = 400) -> dict[str, Any]:
 def works(server: LocalServer) -> None:
     response = post(server.url, TEXT, text_body("fine"))
     assert response.json()["choices"][0]["text"] == "fine"
-
-
-def until(condition: Callable[[], bool], limit_s: float = 5.0) -> None:
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true in time"
-        time.sleep(0.02)
 
 
 # Text and streaming

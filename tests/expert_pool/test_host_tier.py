@@ -146,12 +146,28 @@ def test_a_table_of_garbage_harms_nobody(index):
     rng = np.random.default_rng(0)
     for name in ("slot", "image", "used"):
         tier._records[name] = rng.integers(-(2**40), 2**40, 16)
-    tier._owners[:] = rng.integers(-5, 16, 16)
+    tier._owners[:] = [*rng.integers(-5, 16, 12), 16, 2**40, -(2**62), 2**62]
     for expert in range(8):
         assert fetched(tier, index, 0, expert) is None
         assert tier.keep(0, expert, image(index, expert), None)
         assert np.array_equal(fetched(tier, index, 0, expert), image(index, expert))
     tier.close()
+
+
+def test_readers_outlive_whatever_the_tier_raises(index, monkeypatch, caplog):
+    """An exception in a reader thread would leave its loads, and the step, waiting for ever."""
+    tier = open_tier(index)
+
+    def fail(*_):
+        raise IndexError("out of bounds")
+
+    monkeypatch.setattr(tier, "keep", fail)
+    pool, model = open_staged(index, tier, read_threads=2)
+    with caplog.at_level(logging.WARNING):
+        run(pool, model)
+    assert "cannot keep an expert: out of bounds" in caplog.text
+    assert all(thread.is_alive() for thread in pool._store._threads)
+    pool.close()
 
 
 def _die_while_writing(folder: Path, at: int) -> None:

@@ -1,4 +1,4 @@
-"""Many rows at once: each expert is read once a pass, and the same bits come out wherever it lies."""
+"""Many rows at once: each expert is read once a pass, and its place changes no bit."""
 
 from __future__ import annotations
 

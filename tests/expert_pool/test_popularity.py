@@ -83,6 +83,43 @@ def test_a_torn_file_is_named(tmp_path, keep):
         Popularity.load(path, "abc")
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"counts": None},
+        {"tokens": None},
+        {"half_life_tokens": None},
+        {"counts": np.zeros(3)},
+        {"counts": np.full((2, 3), "x")},
+        {"counts": np.full((2, 3), np.nan)},
+        {"counts": np.full((2, 3), np.inf)},
+        {"counts": -np.ones((2, 3))},
+        {"tokens": np.zeros(7)},
+        {"tokens": np.full(2, np.nan)},
+        {"half_life_tokens": np.array(0.0)},
+        {"half_life_tokens": np.array(np.nan)},
+        {"half_life_tokens": np.zeros(2)},
+    ],
+    ids=str,
+)
+def test_a_file_whose_values_are_damaged_is_refused_like_any_other(tmp_path, changes):
+    path = tmp_path / "popularity.npz"
+    Popularity(2, 3, 100).save(path, "abc")
+    with np.load(path) as stored:
+        values = {**stored, **changes}
+    np.savez(path, **{name: value for name, value in values.items() if value is not None})
+    with pytest.raises(CheckpointError, match="damaged popularity file"):
+        Popularity.load(path, "abc")
+
+
+def test_an_array_in_place_of_the_file_is_refused(tmp_path):
+    path = tmp_path / "popularity.npz"
+    with path.open("wb") as file:
+        np.save(file, np.zeros(3))
+    with pytest.raises(CheckpointError, match="not a popularity file"):
+        Popularity.load(path, "abc")
+
+
 def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "popularity.npz"
     Popularity(1, 2, 100).save(path, "abc")

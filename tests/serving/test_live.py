@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -18,6 +16,7 @@ from tests.conftest import MAX_BODY_BYTES
 from tests.serving import fake_engines
 from tests.serving.conftest import LiveApp
 from tests.serving.http_client import DONE, events, leave_after, post
+from tests.waiting import until
 
 pytestmark = pytest.mark.serve
 
@@ -44,13 +43,6 @@ def slow_body(ms: int, max_tokens: int, **fields: Any) -> dict[str, Any]:
         "max_tokens": max_tokens,
         **fields,
     }
-
-
-def until(condition: Callable[[], bool], limit_s: float = 20.0) -> None:
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true in time"
-        time.sleep(0.05)
 
 
 def until_idle(app: LiveApp) -> None:

@@ -17,6 +17,7 @@ import pytest
 from tests.serving import fake_engines
 from tests.serving.conftest import FAKE_ENGINE, FAKE_SERVING, LiveApp, deploy
 from tests.serving.http_client import DONE, events, post
+from tests.waiting import until
 
 pytestmark = pytest.mark.serve
 
@@ -55,8 +56,7 @@ def test_a_lost_replica_ends_its_streams_and_is_replaced(app: LiveApp) -> None:
     status = app.status()
     with ThreadPoolExecutor(1) as pool:
         stream = pool.submit(post, app.url, TEXT, {**SLOW, "max_tokens": 5000})
-        while not app.status()["engine_running"]:
-            time.sleep(0.05)
+        until(lambda: app.status()["engine_running"])
         os.kill(int(status["pid"]), signal.SIGKILL)
         received = events(stream.result().text)
     assert received[-2]["error"]["code"] == "engine_unavailable" and received[-1] == DONE
@@ -79,8 +79,7 @@ def test_streams_finish_and_the_end_comes_within_its_limit(app: LiveApp) -> None
     with ThreadPoolExecutor(3) as pool:
         short = [pool.submit(post, app.url, TEXT, {**SLOW, "max_tokens": 90}) for _ in range(2)]
         long = pool.submit(post, app.url, TEXT, {**SLOW, "max_tokens": 5000})
-        while app.status()["engine_running"] < 3:
-            time.sleep(0.05)
+        until(lambda: app.status()["engine_running"] >= 3)
         began = time.monotonic()
         assert drain("cold", 4.0)
         assert time.monotonic() - began < 7

@@ -18,6 +18,7 @@ from deployments.tenant_limits import LEASE_S
 from tests.serving import fake_engines
 from tests.serving.conftest import FAKE_ENGINE, FAKE_SERVING, LiveApp, deploy
 from tests.serving.http_client import DONE, events, post
+from tests.waiting import until
 
 pytestmark = pytest.mark.serve
 
@@ -108,10 +109,13 @@ def test_an_operator_lists_and_ends_requests(app: LiveApp) -> None:
     slow = {**SLOW, "max_tokens": 100, "stream": True}
     with ThreadPoolExecutor(2) as pool:
         both = [pool.submit(post, app.url, TEXT, slow, headers=headers) for _ in range(2)]
-        listed: list[Any] = []
-        while len(listed) < 2:
-            listed = [one for part in ask_all(app.name, "Supervisor", "requests") for one in part]
-            time.sleep(0.1)
+
+        def both_listed() -> list[Any]:
+            parts = ask_all(app.name, "Supervisor", "requests")
+            listed = [one for part in parts for one in part]
+            return listed if len(listed) == 2 else []
+
+        listed = until(both_listed)
         time.sleep(0.5)
         assert any(ask_all(app.name, "Supervisor", "cancel", listed[0]["request_id"]))
         received = [events(answer.result().text) for answer in both]
@@ -138,8 +142,7 @@ def test_what_a_dead_gateway_held_is_given_back(app: LiveApp) -> None:
     with ThreadPoolExecutor(2) as pool:
         for _ in range(2):
             pool.submit(post, app.url, TEXT, slow, headers=key("two"))
-        while use(app, "two")["at_once"] < 2:
-            time.sleep(0.1)
+        until(lambda: use(app, "two")["at_once"] >= 2)
         assert post(app.url, TEXT, BODY, headers=key("two")).status_code == 429
         for pid in gateways(app):
             os.kill(pid, signal.SIGKILL)
