@@ -29,8 +29,9 @@ help:
 $(INSTALLED): pyproject.toml
 	@command -v $(PYTHON) >/dev/null || { \
 	  echo 'error: $(PYTHON) not found; install Python 3.11 or set PYTHON=' >&2; exit 1; }
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --editable '.[dev]'
+	@echo 'installing into $(VENV); the first time this takes minutes and gigabytes'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet $(PIP_ARGS) --editable '.[dev]'
 	@touch $@
 
 install: $(INSTALLED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -71,11 +72,19 @@ Serves Mixture-of-Experts models whose experts need not all fit in memory.
 """
 
 
+def _paragraphs(text: str) -> str:
+    """A docstring as help text: paragraphs as one line each; examples (after \\b) as they are."""
+    return "\n\n".join(
+        part.removeprefix("\b\n") if part.startswith("\b") else " ".join(part.split())
+        for part in inspect.cleandoc(text).split("\n\n")
+    )
+
+
 def _forward(command: Command) -> Callable[[typer.Context], None]:
     def run(context: typer.Context) -> None:
         app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
         function = getattr(import_module(command.module), command.function)
-        app.command(help=None if function.__doc__ else command.summary)(function)
+        app.command(help=_paragraphs(function.__doc__ or command.summary))(function)
         code = typer.main.get_command(app).main(
             args=context.args, prog_name=context.command_path, standalone_mode=False
         )
@@ -105,7 +114,10 @@ def _print_version(asked: bool) -> None:
 def build_cli() -> typer.Typer:
     """The command line with all subcommands."""
     app = typer.Typer(
-        add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True, help=EXAMPLES
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        no_args_is_help=True,
+        help=_paragraphs(EXAMPLES),
     )
 
     @app.callback()

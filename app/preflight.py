@@ -84,6 +84,10 @@ def check_model(settings: Settings, folder: Path) -> Preflight:
     """
     import torch
 
+    from deployments.output_formats import OutputFormats
+    from deployments.tokenizer_worker import TokenizerWorker
+    from engine.eos_ids import read_eos_ids
+    from engine.sampling_defaults import sampling_defaults
     from expert_pool.checkpoint_index import CheckpointIndex
     from expert_pool.settings import expert_memory_bytes
     from expert_pool.slots import share_out
@@ -91,6 +95,11 @@ def check_model(settings: Settings, folder: Path) -> Preflight:
 
     engine, pool = settings.engine, settings.pool
     index = CheckpointIndex.open(folder, None if engine.dtype == "auto" else engine.dtype)
+    # The small files, which a replica and a gateway would stumble over much later.
+    read_eos_ids(folder, index.shape.vocab_size)
+    sampling_defaults(folder)
+    TokenizerWorker.open(folder).close()
+    OutputFormats.open(folder, settings.serving)
     granted = expert_memory_bytes(pool.expert_memory, index.shape.all_experts_bytes)
     slots = share_out(index.layers, granted)
     scratch = engine.scratch_memory + pool.scratch_bytes
@@ -129,7 +138,8 @@ def _refuse_too_much(plan: Preflight) -> None:
             f"{format_bytes(plan.kv_bytes)} of KV pages, "
             f"{format_bytes(plan.scratch_bytes)} of scratch), have {have} bytes "
             f"({format_bytes(have)}); lower --expert-memory or --kv-memory"
-            + ", or --replicas" * (plan.replicas > 1)
+            + ", or --replicas"
+            * (plan.replicas > 1)
         )
     left = plan.host_available_bytes - (need if plan.is_on_cpu else 0)
     if plan.host_bytes > left:

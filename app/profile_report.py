@@ -179,6 +179,11 @@ class ProfileReport:
         if not pairs:
             return []
         most, least = max(pairs), min(pairs)
+        if len(pairs) == 1:
+            return [
+                f"{most[1]} and {most[2]} have {most[0]:.0%} of their busiest quarter of experts "
+                "in common."
+            ]
         return [
             f"The busiest quarter of experts is most alike for {most[1]} and {most[2]} "
             f"({most[0]:.0%} in common) and least for {least[1]} and {least[2]} ({least[0]:.0%})."

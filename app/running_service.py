@@ -24,6 +24,7 @@ from core.errors import CoterieError
 log = logging.getLogger(__name__)
 
 _TOKEN = "RAY_AUTH_TOKEN"
+_CONNECT_S = 5.0
 
 
 class RunningService(msgspec.Struct, frozen=True):
@@ -97,6 +98,19 @@ def choose(url: str | None) -> RunningService:
     )
 
 
+def _require_listener(address: str) -> None:
+    """Raises CoterieError where nobody listens at HOST:PORT: Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if not host or "://" in address or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
+    except (OSError, OverflowError) as error:
+        raise CoterieError(
+            f"cannot reach Ray at {address}: {error}. Give the address that `ray start` printed."
+        ) from error
+
+
 @contextlib.contextmanager
 def connected(url: str | None, address: str | None) -> Iterator[None]:
     """Connected to the Ray of a service: of `address` (with Ray's own variables), else a local one.
@@ -108,8 +122,10 @@ def connected(url: str | None, address: str | None) -> Iterator[None]:
         address = service.ray_address
         if service.ray_token is not None:
             os.environ[_TOKEN] = service.ray_token
+    _require_listener(address)
     prepare_environment(0)
     import ray
+    from ray import serve  # noqa: F401  # sets its logger's level, so before ours
 
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     try:

@@ -153,6 +153,7 @@ def _explain(error: ValidationError, origins: Mapping[str, str]) -> Iterator[str
             )
             continue
         message = item["msg"].removeprefix("Value error, ")
-        found = "" if path in section_names() else f", found {item['input']!r}"
+        says = path in section_names() or ", found " in message
+        found = "" if says else f", found {item['input']!r}"
         origin = f" (from {origins[path]})" if path in origins else ""
         yield f"{path}: {message}{found}{origin}"

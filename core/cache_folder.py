@@ -9,3 +9,15 @@ from pathlib import Path
 def cache_folder() -> Path:
     """Where Coterie keeps what cannot lie beside a model: $COTERIE_CACHE or ~/.cache/coterie."""
     return Path(os.environ.get("COTERIE_CACHE") or "~/.cache/coterie").expanduser()
+
+
+def is_there(path: Path) -> bool:
+    """Whether a file can be seen; where its folder must not be looked into, it cannot.
+
+    `Path.exists` raises there, as under the home folder of another user.
+    """
+    try:
+        path.stat()
+    except OSError:
+        return False
+    return True

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from core.errors import OverloadedError
 from core.request import Priority
 from deployments.drain_rate import DrainRate
+from deployments.settings import ServingSettings, hand_over_limit
 
 BATCH_PATIENCE_S = 60.0
 """A waiting batch request counts as if it had come this much later than it did: interactive ones
@@ -18,6 +19,20 @@ BATCH_SHARE = 0.5
 _RETRY_MIN_S = 1.0
 _RETRY_MAX_S = 600.0
 _RETRY_UNKNOWN_S = 2.0
+
+
+def most_at_once(
+    serving: ServingSettings, max_sequences: int, sequences: int, priority: Priority
+) -> int:
+    """Requests of so many sequences each that idle replicas take at the same moment.
+
+    More will never be taken, whenever they come back.
+    """
+    handed = max(1, hand_over_limit(max_sequences) // sequences)
+    queued = serving.max_queued_requests
+    if priority == "batch":
+        queued = max(1, int(queued * BATCH_SHARE))
+    return min(handed + queued, serving.max_ongoing_requests) * serving.replicas
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,8 @@ class AnswerForm:
     continuous_usage: bool = False
     parser: Callable[[], OutputParser] | None = None
     """Makes the parser of one choice's text; None: all of it is content."""
+    stops: bool = False
+    """Whether there are stop strings: they may cut a call of a tool."""
 
     @property
     def choices(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import json
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,6 +19,7 @@ from deployments.output_parsers.parts import (
     ContentPart,
     Part,
     ReasoningPart,
+    ToolCallArguments,
     ToolCallStart,
 )
 from deployments.prompt_text import PromptText
@@ -34,7 +36,8 @@ class ChoiceText:
         self._parser = form.parser() if form.parser is not None else None
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._chars = len(prompt.text) if form.echo else 0
-        self._calls_tools = False
+        self._arguments: list[str] | None = None
+        """Of the last call so far; None before the first."""
         self._begun = False
         self.completion_tokens = 0
 
@@ -99,12 +102,24 @@ class ChoiceText:
             parts = self._parser.push(delta.text) if delta.text else []
             if delta.finish_reason is not None:
                 parts = [*parts, *self._parser.finish()]
-        self._calls_tools |= any(isinstance(part, ToolCallStart) for part in parts)
+        for part in parts:
+            if isinstance(part, ToolCallStart):
+                self._arguments = []
+            elif isinstance(part, ToolCallArguments) and self._arguments is not None:
+                self._arguments.append(part.text)
         return parts
 
     def _finish_reason(self, delta: TextDelta) -> str | None:
-        called = self._calls_tools and delta.finish_reason == "stop"
-        return "tool_calls" if called else delta.finish_reason
+        """What is to be run is told by "tool_calls"; a call that a stop string cut is not."""
+        if delta.finish_reason != "stop" or self._arguments is None:
+            return delta.finish_reason
+        if not self._form.stops:
+            return "tool_calls"
+        try:
+            json.loads("".join(self._arguments))
+        except (ValueError, RecursionError):
+            return "stop"
+        return "tool_calls"
 
     def _chat_chunk(self, delta: Json, logprobs: Json | None, reason: str | None) -> Json:
         return {

@@ -19,6 +19,7 @@ from pathlib import Path
 from core.errors import CoterieError, RequestError
 from core.request import Request
 from deployments.access import Access
+from deployments.admission import most_at_once
 from deployments.answer_form import AnswerForm
 from deployments.caller import NOBODY, Caller
 from deployments.joined_streams import JoinedStreams
@@ -218,6 +219,7 @@ class Gateway:
             include_usage=asked.include_usage,
             continuous_usage=asked.continuous_usage,
             parser=plan.new_parser,
+            stops=bool(asked.stop),
         )
         requests = await self._requests(asked, form, plan, caller)
         stop = asked.stop_strings(self.serving)
@@ -277,6 +279,13 @@ class Gateway:
         """One request to the engine for each prompt. Raises RequestError."""
         param = "messages" if form.chat else "prompt"
         info = await self._rank_info()
+        most = most_at_once(self.serving, info.max_sequences, form.made, asked.priority)
+        if len(form.prompts) > most:
+            raise RequestError(
+                f"expected at most {most} prompts, as the queue has room for no more at once, "
+                f"found {len(form.prompts)}. Send them in several requests.",
+                param,
+            )
         now_s = time.time()
         requests = []
         for number, prompt in enumerate(form.prompts):

@@ -36,18 +36,21 @@ def open_pieces(model_dir: Path) -> TokenizerPieces:
 
 
 def chat_template(model_dir: Path) -> str | None:
-    """The default chat template's source, None where the model has none."""
+    """The default chat template's source, None where the model has none. Raises CheckpointError."""
     path = model_dir / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"Cannot read {path}: {error}.") from error
     for name in ("chat_template.json", "tokenizer_config.json"):
         template = read_json_object(model_dir / name).get("chat_template")
         if isinstance(template, str):
             return template
         if isinstance(template, list):  # older files name several
-            named = {entry["name"]: str(entry["template"]) for entry in template}
-            if "default" in named:
-                return named["default"]
+            for entry in template:
+                if isinstance(entry, dict) and entry.get("name") == "default":
+                    return str(entry.get("template", ""))
     return None
 
 

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from core.cache_folder import cache_folder
+from core.cache_folder import cache_folder, is_there
 from expert_pool.checkpoint_index import CheckpointIndex
 
 _log = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ class ChecksumBook:
         A book that another process saved meanwhile is merged in. The file is replaced as a whole:
         a full disk or a crash leaves the old one.
         """
-        written = next((path for path in self.paths if path.exists()), None)
+        written = next((path for path in self.paths if is_there(path)), None)
         if not self._changed and written is not None:
             return written
         failures = []

@@ -41,6 +41,7 @@ _MAGIC = b"coterie host 1\0\0"
 _HEADER_BYTES = 4096
 _RECORD = np.dtype([("slot", "<i8"), ("image", "<u8"), ("record", "<u8"), ("used", "<i8")])
 """By expert: its slot or -1, checksums of the image and of the bytes on disk, time of last use."""
+_CLOSED = -1
 _PATIENCE_S = 0.05
 """How long a writer waits for its turn before it does without."""
 
@@ -76,6 +77,14 @@ class HostTier:
         num_slots = min(budget_bytes // self._slot_bytes, self._starts[-1])
         self._turn = threading.Lock()
         self.path = folder / f"{index.content_key}-{dtype}.experts"
+        self._table = self._bytes = self._lock = _CLOSED
+        try:
+            self._open(folder, num_slots)
+        except OSError:
+            self._close_files()
+            raise
+
+    def _open(self, folder: Path, num_slots: int) -> None:
         with _locked(folder / "lock"):
             self._table = os.open(
                 self.path.with_suffix(".table"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
@@ -148,8 +157,13 @@ class HostTier:
         del self._records, self._owners
         with contextlib.suppress(BufferError):  # a reader's view is alive until it is collected
             self._map.close()
+        self._close_files()
+
+    def _close_files(self) -> None:
         for descriptor in (self._bytes, self._table, self._lock):
-            os.close(descriptor)
+            if descriptor != _CLOSED:
+                os.close(descriptor)
+        self._table = self._bytes = self._lock = _CLOSED
 
     def remove(self) -> None:
         """Delete it; processes that use it keep what they have open."""
@@ -219,7 +233,15 @@ class HostTier:
     def _make(self, num_slots: int) -> None:
         table = self.path.with_suffix(".table")
         os.close(self._table)
+        self._table = _CLOSED
         self.remove()
+        try:
+            self._fill(table, num_slots)
+        except OSError:
+            self.remove()  # half of one is of use to nobody
+            raise
+
+    def _fill(self, table: Path, num_slots: int) -> None:
         self._table = os.open(table, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         size = self._table_bytes(num_slots)
         os.posix_fallocate(self._table, 0, size)

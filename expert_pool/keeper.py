@@ -63,6 +63,11 @@ class Keeper:
 
             self._quotas.demanded(layer, experts, missing, room, others)
 
+    def demanded_of_whole(self, layer: int, experts: IntArray) -> None:
+        """As `demanded`, of a layer with a slot for every expert, which has nothing to decide."""
+        if self._quotas is not None:
+            self._quotas.demanded_of_whole(layer, experts)
+
     def end_step(self, stats: PoolStepStats) -> list[tuple[int, int]]:
         """Adds to `stats`; returns the slots to move now, as (from layer, to layer)."""
         returns = self._residency.policy.returns

@@ -54,7 +54,8 @@ def locate(model: str, download: bool = False) -> Path:
             raise CheckpointError(f"{model} could not be fetched: {error}") from error
         raise CheckpointError(
             f"There is no folder {model!r}, and no such model in the Hugging Face cache. Give the "
-            "path of a model folder, or run again with --download to fetch it from the hub."
+            "path of a model folder, or fetch it from the hub: coterie serve, chat and verify take "
+            "--download."
         ) from error
     except GatedRepoError as error:
         raise CheckpointError(

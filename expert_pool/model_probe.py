@@ -64,7 +64,8 @@ def probe(model: PreTrainedModel, modules: Mapping[str, torch.nn.Module]) -> Pro
     try:
         with torch.no_grad(), _NoValues():
             cache = model(input_ids=ids, use_cache=True).cache
-    except (RuntimeError, NotImplementedError, ValueError, TypeError, AttributeError) as error:
+    # Model code meets values that make no sense in ways of its own.
+    except Exception as error:
         raise CheckpointError(
             f"The shape of a {model.config.model_type} model cannot be learned: a pass without "
             f"storage failed with {error!r}."
@@ -137,7 +138,18 @@ def decoder_layer(module_name: str) -> int:
 def model_shape(
     model: PreTrainedModel, layers: Sequence[LayerSpec], probe: Probe, dtype: torch.dtype
 ) -> ModelShape:
-    """The numbers of a model whose experts are described by `layers`."""
+    """The numbers of a model whose experts are described by `layers`.
+
+    Raises CheckpointError for a configuration with which no token could be computed.
+    """
+    context_tokens = model.config.max_position_embeddings
+    least = min([context_tokens, *(layer.top_k for layer in layers)])
+    if least < 1:
+        raise CheckpointError(
+            f"Expected a context and experts of a token of at least 1 in config.json, found "
+            f"max_position_embeddings {context_tokens} and top_k "
+            f"{', '.join(str(top_k) for top_k in sorted({layer.top_k for layer in layers}))}."
+        )
     moe_layers = tuple(
         MoeLayerShape(
             ordinal=layer.ordinal,
@@ -159,7 +171,7 @@ def model_shape(
         hidden_size=model.get_input_embeddings().weight.shape[1],
         vocab_size=model.get_output_embeddings().weight.shape[0],
         num_layers=config.num_hidden_layers,
-        context_limit_tokens=config.max_position_embeddings,
+        context_limit_tokens=context_tokens,
         dtype_bytes=dtype.itemsize,
         total_params=sum(parameter.numel() for parameter in parameters.values()),
         backbone_bytes=sum(

@@ -38,12 +38,14 @@ class OrderedPass:
         self._pool = pool
         self._layer = layer
         self._experts = experts
-        self._passed: list[int] = []
-        """Experts that were read for this pass and have been computed: the first to leave."""
         self._displaced = 0
         """Slots whose expert is still to come and has to be read for it."""
-        self._brought = set(pool.read_early.pop(layer, ()))
+        early = set(pool.read_early.pop(layer, ()))
+        self._brought = early.intersection(experts.tolist())
         """Experts whose bytes were read for this pass, until they are computed."""
+        self._passed = sorted(early - self._brought)
+        """Experts that were read for this pass and have been computed, or are not needed after
+        all: the first to leave."""
 
     def __iter__(self) -> Generator[IntArray, None, None]:
         states = self._pool.residency.states

@@ -195,6 +195,9 @@ class ExpertPool:
         stats, number = self.stats, active.size if new is None else new.size
         stats.routed_pairs += int(np.add.reduce(used))
         stats.waves += max(1, -(-active.size // self.residency.quotas[layer]))
+        has_slots_for_all = self.residency.has_slots_for_all(layer)
+        if has_slots_for_all:
+            self._keeper.demanded_of_whole(layer, active)
         if self.residency.states.is_whole(layer):
             stats.demand_hits += number
         else:
@@ -202,7 +205,7 @@ class ExpertPool:
             hits = int(np.count_nonzero(resident if new is None else resident[new]))
             stats.demand_hits += hits
             stats.demand_misses += number - hits
-            if not self.residency.has_slots_for_all(layer):
+            if not has_slots_for_all:
                 self._keeper.demanded(layer, active, used, tokens, active[~resident], weights)
         if self.read_ahead is not None:
             in_vain = self.read_ahead.demanded(layer, active, used, tokens)

@@ -51,6 +51,8 @@ class QuotaKeeper:
         self._edges = [_NOBODY] * len(groups)
         self._widest = np.zeros(len(groups))
         """Experts that one step lately asked of a layer."""
+        self._uses = [np.zeros(number, np.float32) for number in ceilings]
+        """By layer and expert: steps that lately asked for it of a layer with a slot for each."""
         self._steps = 0
 
     def demanded(
@@ -80,6 +82,11 @@ class QuotaKeeper:
             if experts.size + idle.size >= room:
                 self._set_edge(layer, idle)
 
+    def demanded_of_whole(self, layer: int, experts: IntArray) -> None:
+        """A layer with a slot for every expert is asked for `experts`."""
+        self._widest[layer] = max(self._widest[layer], experts.size)
+        self._uses[layer][experts] += 1.0
+
     def evicted(self, layer: int, victims: IntArray, others: IntArray) -> None:
         """`victims` leave, first one first; `others` stay and are not needed by this step."""
         last, ghost = int(victims[-1]), self._ghosts[layer]
@@ -95,6 +102,10 @@ class QuotaKeeper:
         self._steps += 1
         if self._steps % REVIEW_STEPS:
             return []
+        for layer, uses in enumerate(self._uses):
+            if quotas[layer] == self._ceilings[layer]:
+                # No shadow counter runs there; the least used expert would be missed each time.
+                self.losses[layer] = uses.min()
         moves: list[tuple[int, int]] = []
         most = max(1, len(self._groups) // _LAYERS_A_MOVE)
         takers = np.argsort(-self.gains, kind="stable").tolist()
@@ -117,6 +128,8 @@ class QuotaKeeper:
                     break
         for counts in (self.gains, self.losses, self._widest):
             counts *= _KEPT
+        for uses in self._uses:
+            uses *= _KEPT
         return moves
 
     def _pays(self, gain: float, loss: float) -> bool:

@@ -57,15 +57,15 @@ class SimulatedPool:
         self.misses += missing.size
         if quota == self._experts[layer]:
             resident[experts] = True
+            if self._keeper is not None:
+                self._keeper.demanded_of_whole(layer, experts)
             return []
         self._rules.touch(layer, experts, counts, tokens, weights)
         if missing.size:
             self._rules.missed(layer, missing)
         room = self._room_for(layer, experts)
         if self._keeper is not None and experts.size <= room:
-            self._keeper.demanded(
-                layer, experts, missing, room, lambda: self._idle(layer, experts)
-            )
+            self._keeper.demanded(layer, experts, missing, room, lambda: self._idle(layer, experts))
         if not missing.size:
             return []
         wanted = missing.size - (quota - int(np.count_nonzero(resident)))

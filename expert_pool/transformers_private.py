@@ -72,10 +72,12 @@ def build_meta_model(
     try:
         with torch.device("meta"), no_init_weights():
             model = AutoModelForCausalLM.from_config(_text_part(config), **kwargs)
-    except (ValueError, AttributeError, KeyError, TypeError) as error:
+    # Model code meets values that make no sense in ways of its own.
+    except Exception as error:
+        said = (str(error) or type(error).__name__).splitlines()[0]
         raise CheckpointError(
             f"transformers cannot make a causal language model of model_type "
-            f"{config.model_type!r} from this configuration: {str(error).splitlines()[0]} "
+            f"{config.model_type!r} from this configuration: {said} "
             f"Supported model types: {', '.join(SUPPORTED)}."
         ) from error
     if with_shims:

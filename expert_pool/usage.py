@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from core.cache_folder import cache_folder
+from core.cache_folder import cache_folder, is_there
 from core.errors import CheckpointError
 from expert_pool.popularity import Popularity
 from expert_pool.tables import IntArray, State
@@ -82,7 +82,7 @@ class Usage:
         self._saved = loads.copy()
 
     def _load(self) -> Popularity | None:
-        if not self.path.exists():
+        if not is_there(self.path):
             return None
         try:
             found = Popularity.load(self.path, self._content_key)

@@ -14,6 +14,8 @@ from app.running_service import connected
 from core.errors import CoterieError
 
 ANSWER_S = 10.0
+TABLE_WIDTH = 120
+HEADINGS = ("tenant", "priority", "state", "age s", "prompt tokens")
 Url = Annotated[str | None, typer.Option("--url", help="Which local service, if there are many.")]
 Address = Annotated[str | None, typer.Option("--address", help="A Ray cluster's address instead.")]
 App = Annotated[str, typer.Option("--app", help="Name of the Serve application.")]
@@ -41,11 +43,13 @@ def requests(
         print(json.dumps({"requests": found, "tenants": tenants}, indent=2))
         return
     request_id = Column("request", no_wrap=True, min_width=45)
-    table = Table(request_id, "tenant", "priority", "state", "age s", "prompt", box=None)
+    others = (Column(name, no_wrap=True) for name in HEADINGS)
+    table = Table(request_id, *others, box=None, pad_edge=False)
     for one in found:
         cells = ("request_id", "tenant", "priority", "state", "age_s", "prompt_tokens")
         table.add_row(*(str(one[cell]) for cell in cells))
     console = Console(soft_wrap=True, highlight=False)
+    console.width = max(console.width, TABLE_WIDTH)  # never cut a cell: ids are to be copied
     console.print(table if found else "nothing waits or runs")
     for name, use in tenants.items():
         console.print(

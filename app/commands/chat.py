@@ -107,8 +107,9 @@ def _converse(session: ChatSession, history: list[dict[str, str]], params: dict[
     start = list(history)
     while True:
         try:
-            message = input("> ").strip()
+            message = readable(input("> ")).strip()
         except EOFError:
+            print()
             return
         if not message:
             return
@@ -130,6 +131,11 @@ def _converse(session: ChatSession, history: list[dict[str, str]], params: dict[
             continue
         print()
         history.append({"role": "assistant", "content": "".join(pieces)})
+
+
+def readable(typed: str) -> str:
+    """The text with replacement characters for bytes that are no UTF-8, as in a piped file."""
+    return typed.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 chat = settings_command(_chat)

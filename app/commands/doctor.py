@@ -37,10 +37,12 @@ def _doctor(
     for finding in findings(None if settings.model == NO_MODEL else settings, settings):
         found.append(finding)
         if not as_json:
-            console.print(f"{_MARKS[finding.state]:<8} {finding.name}: ", end="")
+            console.print(
+                f"{_MARKS[finding.state]}{' ' * (8 - len(finding.state))}{finding.name}: ", end=""
+            )
             console.print(finding.found, markup=False)
             if finding.advice:
-                console.print(f"         {finding.advice}", markup=False)
+                console.print(f"        {finding.advice}", markup=False)
     works = all(finding.state != "error" for finding in found)
     if as_json:
         print(json.dumps({"works": works, "checks": msgspec.to_builtins(found)}, indent=2))

@@ -58,7 +58,7 @@ def settings_command(
 
 
 def _shared_parameters() -> list[Parameter]:
-    model = typer.Argument(metavar="[MODEL]", help="Checkpoint folder or hub id.")
+    model = typer.Argument(metavar="MODEL", help="Checkpoint folder or hub id.")
     config = typer.Option("--config", metavar="FILE", help="YAML file of settings.")
     assign = typer.Option("--set", metavar="KEY=VALUE", help="Any setting: --set engine.seed=7")
     options: list[tuple[str, Any]] = [

@@ -65,10 +65,13 @@ def _profile(
       coterie profile MODEL --prompts mine.jsonl --expert-memory 25% --html heat.html
       coterie profile MODEL --prompts mine.jsonl --no-bundled --trace mine.npz --json
     """
+    from transformers.utils import logging
+
     from deployments.model_files import open_tokenizer
     from engine.engine import Engine
     from engine.profile import Profiler
 
+    logging.disable_progress_bar()
     settings = loaded.settings
     folder = locate(settings.model)
     texts = read_prompts(prompts) if prompts is not None else {}

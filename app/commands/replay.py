@@ -28,6 +28,7 @@ def replay(
 
     One row of the trace is one step; the cache is kept over documents. Policies see only the past.
     lru and belady are replayed per layer and in one pool of the same size for all layers.
+    "/ belady": misses over the optimum's; "us p99": how long a decision takes, in microseconds.
 
     \b
       coterie replay trace.npz --capacity 16,32
@@ -43,8 +44,8 @@ def replay(
         print(json.dumps([asdict(result) for result in results], indent=2))
         return
     table = Table("policy", "scope", box=None, pad_edge=False)
-    for heading in ("capacity", "hit rate", "misses", "/ belady", "decision p99 us"):
-        table.add_column(heading, justify="right")
+    for heading in ("capacity", "hit rate", "misses", "/ belady", "us p99"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for result in results:
         p99 = result.decision_us_p99
         table.add_row(

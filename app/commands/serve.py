@@ -77,7 +77,8 @@ def _serve(
             service.await_ready(READY_LIMIT_S)
             status.stop()
             console.print(f"ready after {time.monotonic() - started:.0f} s. Try:\n")
-            console.print(example(service.url, model_name(settings)), end="\n\n", markup=False)
+            line = example(service.url, model_name(settings), Access(settings.serving).needs_key)
+            console.print(line, end="\n\n", markup=False)
             with recorded(running.address, service.url):
                 _watch(console, service)
             console.print("stopping: running requests may end, new ones are refused")
@@ -157,6 +158,8 @@ def describe(plan: Preflight) -> str:
 
 
 def _host_tier(plan: Preflight) -> str:
+    if plan.slots_bytes >= plan.shape.all_experts_bytes:
+        return "not needed; every expert has a slot"
     if not plan.host_bytes:
         return "none; experts that are not in slots are read from disk"
     kind = "page cache" if plan.is_on_cpu else "memory shared by the replicas, kept after them"
@@ -171,16 +174,17 @@ def logical_cpus(settings: Settings) -> int:
     return max(os.cpu_count() or 1, math.ceil(needed) + 1)
 
 
-def example(url: str, model: str) -> str:
-    """A curl line that works."""
+def example(url: str, model: str, needs_key: bool = False) -> str:
+    """A curl line that works; where a key is needed, with one in COTERIE_API_KEY."""
     body = {
         "model": model,
         "messages": [{"role": "user", "content": "Tell me a short story."}],
         "max_tokens": 60,
         "temperature": 0,
     }
+    key = '  -H "Authorization: Bearer $COTERIE_API_KEY" \\\n' if needs_key else ""
     return (
-        f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
+        f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n{key}"
         f"  -d '{json.dumps(body)}'"
     )
 

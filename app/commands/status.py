@@ -10,8 +10,10 @@ from typing import Annotated, Any
 
 import typer
 
+from app.running_service import running_services
 from core.errors import CoterieError
 
+DEFAULT_URL = "http://127.0.0.1:8000"
 TIMEOUT_S = 5.0
 KEY_VARIABLE = "COTERIE_API_KEY"
 # A proxy from the environment is for the outside; the service is ours.
@@ -19,9 +21,13 @@ _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def status(
-    url: Annotated[str, typer.Argument(help="Where the service listens.")] = (
-        "http://127.0.0.1:8000"
-    ),
+    url: Annotated[
+        str | None,
+        typer.Argument(
+            help="Where the service listens. Left out: the one that you run on this machine, "
+            f"else {DEFAULT_URL}."
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Ask a running service how it is. The exit code is 0 only when it is ready.
@@ -32,12 +38,14 @@ def status(
       coterie status
       coterie status http://10.0.0.5:8000 --json
     """
-    found = read_status(url)
+    found = read_status(url or _local_url())
     if as_json:
         print(json.dumps(found, indent=2))
     else:
         print(f"{found['url']}: {'ready' if found['ready'] else 'not ready'}")
-        print(f"models: {', '.join(found['models']) or 'none listed'}")
+        none = f"a key is needed to list them: set {KEY_VARIABLE}"
+        none = none if found["needs_key"] else "none listed"
+        print(f"models: {', '.join(found['models']) or none}")
         for name, value in found["details"].items():
             if name != "ready":
                 print(f"{name}: {value}")
@@ -45,18 +53,29 @@ def status(
         raise typer.Exit(1)
 
 
+def _local_url() -> str:
+    services = running_services()
+    return services[0].url if len(services) == 1 else DEFAULT_URL
+
+
 def read_status(url: str) -> dict[str, Any]:
-    """{url, alive, ready, models, details}; `details` is what /ready says. Raises CoterieError."""
-    base = url.rstrip("/")
+    """{url, alive, ready, models, needs_key, details}; `details` is what /ready says.
+
+    Raises CoterieError.
+    """
+    base = url.rstrip("/").removesuffix("/v1")
+    if "://" not in base:
+        base = f"http://{base}"
     alive, _ = get_json(f"{base}/health")
     ready, details = get_json(f"{base}/ready")
-    _, models = get_json(f"{base}/v1/models")
+    code, models = get_json(f"{base}/v1/models")
     listed = models.get("data", []) if isinstance(models, dict) else []
     return {
         "url": base,
         "alive": alive == 200,
         "ready": ready == 200,
         "models": [model["id"] for model in listed],
+        "needs_key": code == 401,
         "details": details if isinstance(details, dict) else {},
     }
 
@@ -72,7 +91,11 @@ def get_json(url: str) -> tuple[int, Any]:
     except urllib.error.HTTPError as error:
         code, body = error.code, error.read()
     except (OSError, ValueError) as error:
-        raise CoterieError(f"no answer from {url}: {error}") from error
+        reason = getattr(error, "reason", error)
+        raise CoterieError(
+            f"no answer from {url}: {reason}. Start a service with coterie serve, or give the "
+            "address of yours: coterie status URL"
+        ) from error
     try:
         return code, json.loads(body)
     except ValueError:

@@ -51,6 +51,7 @@ def test_a_ready_service(server, capsys):
         "alive": True,
         "ready": True,
         "models": ["tiny"],
+        "needs_key": False,
         "details": {"ready": True, "replicas": 1},
     }
     status(server.url, as_json=True)

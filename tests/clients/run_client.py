@@ -2,6 +2,7 @@
 
     .venv/bin/python -m tests.clients.run_client openai lm_eval ...    (or: all)
     ... --envs FOLDER    where the environments are made and kept (some take gigabytes)
+    ... --install-only   makes the environments and runs nothing
     ... --record         also writes what they sent to tests/clients/recorded/
 
 What is served is the demo model with a chat template that takes tools (its own takes none).
@@ -45,11 +46,14 @@ def main() -> None:
     parser.add_argument("names", nargs="+", choices=[*CLIENTS, "all"])
     parser.add_argument("--envs", type=Path, default=ENVIRONMENTS)
     parser.add_argument("--port", type=int, default=0, help="of the server; 0: a free one")
+    parser.add_argument("--install-only", action="store_true")
     parser.add_argument("--record", action="store_true")
     options = parser.parse_args()
     names = list(CLIENTS) if "all" in options.names else options.names
     for name in names:
         install(CLIENTS[name], options.envs.resolve())
+    if options.install_only:
+        return
     failed = []
     with (
         tempfile.TemporaryDirectory() as folder,

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
+from app.commands.chat import readable
 from deployments.openai_schema import (
     _KEPT_KEYS,
     ChatRequest,
@@ -174,6 +175,33 @@ def test_a_client_that_leaves_within_its_body_is_no_fault_of_the_server(
     check_alive(server)
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
     assert any('"status":499' in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.parametrize(
+    ("more", "most"), [({}, 9), ({"n": 3}, 5), ({"service_tier": "flex"}, 7)], ids=str
+)
+def test_a_list_that_can_never_be_taken_whole_is_not_told_to_come_back(
+    tmp_path: Path, more: dict[str, Any], most: int
+) -> None:
+    """It got 503 with Retry-After for ever: each of its prompts is a request in the queue."""
+    serving = ServingSettings(max_queued_requests=3)
+    with LocalServer(make_folder(tmp_path / "model"), serving, ENGINE) as server:
+        body = {"model": MODEL, "max_tokens": 2, "seed": SLOW_MS + 10, **more}
+        answer = post(server.url, TEXT, {**body, "prompt": ["abc"] * most})
+        assert answer.status_code == 200, answer.text
+        assert len(answer.json()["choices"]) == most * more.get("n", 1)
+        answer = post(server.url, TEXT, {**body, "prompt": ["abc"] * (most + 1)})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "prompt"
+        assert f"at most {most} prompts" in answer.json()["error"]["message"]
+        check_alive(server)
+
+
+def test_piped_bytes_that_are_no_text_are_replaced() -> None:
+    """`coterie chat` told of a template that refused them."""
+    typed = b"a\xff\xe5 b".decode("utf-8", "surrogateescape")
+    assert readable(typed) == "a\ufffd\ufffd b"
+    assert readable("na\u00efve \U0001f600") == "na\u00efve \U0001f600"
 
 
 def test_what_a_drain_ends_ends_in_the_engine_too(server: LocalServer) -> None:

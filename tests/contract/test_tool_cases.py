@@ -186,6 +186,17 @@ def test_a_stop_string_may_stand_in_the_arguments(servers: dict[str, LocalServer
     assert same(choice, streamed(server, text, tools=TOOLS, stop=["Par"]))
 
 
+def test_a_call_that_a_stop_string_cuts_is_not_told_as_one_to_run(
+    servers: dict[str, LocalServer],
+) -> None:
+    """An agent that acts on "tool_calls" met arguments that were no JSON."""
+    server, text = servers["hermes"], TWO_CALLS["hermes"]
+    for stop, reason in (("Par", "stop"), ("</tool_call>", "tool_calls"), ("never", "tool_calls")):
+        choice = whole(server, text, tools=TOOLS, stop=[stop])
+        assert choice["finish_reason"] == reason
+        assert same(choice, streamed(server, text, tools=TOOLS, stop=[stop]))
+
+
 def test_each_choice_has_calls_of_its_own(servers: dict[str, LocalServer]) -> None:
     response = post(servers["hermes"].url, CHAT, body(TWO_CALLS["hermes"], tools=TOOLS, n=3))
     choices = response.json()["choices"]

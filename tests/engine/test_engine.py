@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from core.errors import BudgetError, RequestError
+from core.errors import BudgetError, RequestError, SettingsError
 from core.request import Request, SamplingParams
 from core.step import SequenceOutput
 from engine.engine import Engine, open_engine
@@ -222,6 +224,27 @@ def test_memory_that_is_not_there_is_refused_at_start() -> None:
         tiny_engine(scratch_memory="1000TiB")
     with pytest.raises(BudgetError, match=r"needs 6144 bytes, engine\.kv_memory has 10 bytes"):
         tiny_engine(kv_memory=10)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_refused_start_leaves_no_threads_and_no_open_files(
+    late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_engine().close()
+    threads, files = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    refused: dict[str, Any] = {} if late else {"context_tokens": 10**6}
+    if late:
+        monkeypatch.setattr("engine.engine.warm_up", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError if late else SettingsError):
+        tiny_engine(**refused)
+    assert threading.active_count() == threads
+    assert len(os.listdir("/proc/self/fd")) == files
+
+
+def test_a_pass_reserves_no_more_than_its_prompts_can_be() -> None:
+    engine = tiny_engine(pool={"expert_memory": "60%"}, prefill_memory="1000TiB")
+    assert len(engine.generate([request("long", 100)])["long"][0]) == 6
+    engine.close()
 
 
 @pytest.mark.parametrize("family", ["jamba", "qwen3_next", "gemma4_text", "deepseek_v3"])

@@ -279,6 +279,21 @@ def test_a_folder_that_others_can_write_to_is_not_used(index):
         open_tier(index)
 
 
+def test_a_tier_that_cannot_be_made_leaves_no_files_behind(index, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(host_tier.os, "posix_fallocate", full)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(2):
+        with pytest.raises(OSError, match="No space left"):
+            open_tier(index)
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert [path.name for path in (index.model_dir.parent / "shm").iterdir()] == ["lock"]
+    monkeypatch.undo()
+    open_tier(index).close()
+
+
 def test_full_memory_is_a_warning_and_the_expert_is_served(index, monkeypatch, caplog):
     def full(*args):
         raise OSError(28, "No space left on device")

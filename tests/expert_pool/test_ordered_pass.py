@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from expert_pool.layer_major import layer_major
+from expert_pool.tables import State
 from tests.contract.test_pool_cases import PeakBytes
 from tests.expert_pool.fake_experts import (
     KINDS,
@@ -94,6 +96,28 @@ def test_a_pass_leaves_the_experts_that_decoding_lives_on_where_they_are(index):
     pool.settle()
     resident = pool.residency.states.state == 2
     assert sum(bool(resident[pair]) for pair in hot) == len(hot)
+    pool.close()
+
+
+def test_experts_read_early_in_vain_take_no_buffer(index):
+    """The layer after a dense one may not ask for the experts whose reads it had begun."""
+    pool, _ = open_pool(index, expert_memory=slots_bytes(index, 5))
+    pool.begin_step()
+    for _ in pool.demand(0, np.full(12, 5), 20, in_order=True):
+        pass
+    early = list(pool.read_early[1])
+    assert early
+    wanted = np.full(12, 5)
+    wanted[early] = 0
+    row = pool.residency.states.state[1]
+    read_ahead = [
+        int(np.count_nonzero(row[int(expert[0]) + 1 :] != State.UNLOADED))
+        for expert in pool.demand(1, wanted, 20, in_order=True)
+    ]
+    assert min(read_ahead[:-1]) >= 1, "the next one is read while this one is computed"
+    pool.end_step()
+    pool.settle()
+    pool.check_invariants()
     pool.close()
 
 

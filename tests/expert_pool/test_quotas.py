@@ -58,6 +58,31 @@ def test_slots_move_to_the_layer_that_uses_them():
     assert moved.misses < 0.85 * fixed.misses
 
 
+def test_a_layer_with_a_slot_for_every_expert_gives_none_that_it_uses():
+    """Layers of 8 and of 64 experts in one pool; what a whole layer would miss is known too."""
+    experts, slots = [8, 8, 64, 64], [8, 8, 24, 24]
+    draw = np.random.default_rng(0)
+    skewed = np.arange(1, 65) ** -0.9
+    chances = [np.full(8, 1 / 8)] * 2 + [skewed / skewed.sum()] * 2
+    demands = [
+        [np.sort(draw.choice(n, 2, False, p)) for n, p in zip(experts, chances, strict=True)]
+        for _ in range(2000)
+    ]
+    pools = []
+    for move, used in ((True, 8), (False, 8), (True, 3)):
+        rules = EvictionRules(LruPolicy(4, 64), 4, 64)
+        pools.append(SimulatedPool(experts, [2] * 4, slots, rules, move))
+        for step in demands:
+            for layer, chosen in enumerate(step):
+                asked = np.unique(chosen % used) if layer < 2 else chosen
+                pools[-1].demand(layer, asked, np.ones_like(asked), 1)
+            pools[-1].end_step()
+    moved, fixed, idle = pools
+    assert moved.quotas == slots
+    assert moved.misses == fixed.misses
+    assert idle.quotas[:2] == [3, 3]
+
+
 def test_equal_layers_keep_their_slots():
     trace = synthetic_trace(tokens=1200, layers=4, experts=32, top_k=4)
     rules = EvictionRules(make_policy("affinity", 4, 32), 4, 32)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import logging
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from core.cache_folder import cache_folder
 from expert_pool import popularity
 from expert_pool.tables import State
 from expert_pool.usage import SAVE_EVERY_S, Usage, warm_up
@@ -121,6 +123,22 @@ def test_a_damaged_file_is_left_aside(index, content, caplog):
     use(pool, 0, {4: 6})
     pool.close()
     assert pool.usage.hot_list(np.array([2, 2])) == [(0, 4)]
+
+
+def test_a_cache_folder_that_may_not_be_looked_into_stops_nothing(index, monkeypatch):
+    """As a home folder of another user: there `Path.exists` raises. Checksums look there too."""
+    look = Path.stat
+
+    def refuse(path, **options):
+        if path.is_relative_to(cache_folder()):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return look(path, **options)
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    pool, _ = open_pool(index)
+    warm_up(pool, 1.0)
+    use(pool, 0, {3: 6})
+    pool.close()
 
 
 def test_a_full_disk_is_a_warning_and_leaves_the_old_file(index, monkeypatch, caplog):
