@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Annotated
 import typer
 
 from core.errors import CoterieError, SettingsError
+from core.torch_environment import prepare_torch
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
@@ -139,8 +139,7 @@ def build_cli() -> typer.Typer:
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point: runs and exits; a failure is one `error: ...` on stderr."""
-    # Read when torch is imported: its idle threads must not spin on cores that others need.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    prepare_torch()
     try:
         code = typer.main.get_command(build_cli()).main(
             args=arguments, prog_name="coterie", standalone_mode=False

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from core.errors import CoterieError, RequestError
 from core.request import Request
+from core.torch_environment import prepare_torch
 from deployments.rank_channel import (
     Add,
     Cancel,
@@ -62,7 +63,7 @@ class RankActor:
         threads = int(settings.get("engine", {}).get("threads") or 0) or os.cpu_count() or 1
         # Ray limits OpenMP to the CPUs it reserved for the actor; ours is a placement count.
         os.environ["OMP_NUM_THREADS"] = str(threads)
-        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+        prepare_torch()
         with RankSocket(socket_path) as link:
             loop = StepLoop(link)
             threading.Thread(target=loop.beat, daemon=True).start()

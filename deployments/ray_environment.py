@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from core.torch_environment import TORCH_ENVIRONMENT
+
 MAX_BODY_VARIABLE = "COTERIE_PROXY_MAX_BODY_BYTES"
 """Body limit at the HTTP proxy, in bytes; the gateway has its own from the settings."""
 
@@ -21,8 +23,7 @@ SERVE_ENVIRONMENT = {
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deployments.proxy_guard:middlewares",
     # Ray starts workers at niceness 15, behind everything else on the machine; ours answer people.
     "RAY_worker_niceness": "0",
-    # Idle OpenMP threads of one process must not spin on the cores of another.
-    "OMP_WAIT_POLICY": "passive",
+    **TORCH_ENVIRONMENT,
     "RAY_USAGE_STATS_ENABLED": "0",
     "HF_HUB_DISABLE_TELEMETRY": "1",
 }

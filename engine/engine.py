@@ -5,10 +5,9 @@ Needs neither Ray nor a server: `Engine.open(folder).chat(messages)` yields an a
 
 from __future__ import annotations
 
-import os
+from core.torch_environment import prepare_torch
 
-# Before torch: OpenMP threads that spin while they wait cost 10-30 times where cores are shared.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+prepare_torch()
 
 import time
 from collections.abc import Iterable, Iterator, Mapping

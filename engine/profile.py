@@ -63,7 +63,7 @@ class Profiler:
                 stepped = time.perf_counter()
                 result = self.engine.step()
                 now = time.perf_counter()
-                bytes_read += result.stats.pool.bytes_read
+                bytes_read += result.stats.pool.bytes_read + result.stats.pool.host_bytes
                 for output in result.outputs:
                     if output.finish_reason == "error":
                         raise RequestError(f"{label}: {output.error}")

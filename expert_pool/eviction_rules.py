@@ -68,8 +68,8 @@ class EvictionRules:
             if total > 0:
                 share, scores = self._share, self._scores[layer]
                 share.fill(0.0)
-                share[experts] = given
-                share *= (1.0 - kept) / total
+                # Before it becomes float32, which sums of wild weights exceed: infinity stays.
+                share[experts] = given * ((1.0 - kept) / total)
                 scores *= kept
                 scores += share
 

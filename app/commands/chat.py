@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from typing import TYPE_CHECKING, Annotated, Any
@@ -53,7 +52,6 @@ def _chat(
     params = {name: value for name, value in named.items() if value is not None}
     history = [{"role": "system", "content": system}] if system else []
     folder = locate(loaded.settings.model, download=download)
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from transformers.utils import logging
 
     from engine.chat import ChatSession

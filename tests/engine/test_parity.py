@@ -16,6 +16,10 @@ from engine.parity import LayerParity, check_parity
 from expert_pool.checkpoint_index import CheckpointIndex
 from tests.models.families import FAMILIES, cached_checkpoint
 
+ROUNDING = 1e-6
+"""Of the range. In fp32 torch's vector loops end in a scalar remainder; where it falls depends on
+the processor's vector width, and stock activates the rows of all experts together."""
+
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_streamed_stock_is_stock_and_the_pool_equals_it(family: str) -> None:
@@ -33,7 +37,7 @@ def test_streamed_stock_is_stock_and_the_pool_equals_it(family: str) -> None:
         assert layer.passed, layer
         assert layer.unequal_experts == 0
         if family != "llama4_text":
-            assert layer.max_delta == 0.0
+            assert layer.max_delta <= ROUNDING * layer.output_range
 
 
 def test_one_layer_has_storage_at_a_time() -> None:
@@ -63,7 +67,9 @@ def test_both_dtypes_are_compared_where_they_differ() -> None:
     found: list[LayerParity] = []
     check_parity(CheckpointIndex.open(cached_checkpoint("gpt_oss", "bfloat16", 0, 3)), found.append)
     assert [layer.dtype for layer in found] == ["bfloat16"] * 3 + ["float32"] * 3
-    assert all(layer.passed and layer.max_delta == 0.0 for layer in found)
+    assert all(layer.passed for layer in found)
+    assert all(layer.max_delta == 0.0 for layer in found if layer.dtype == "bfloat16")
+    assert all(layer.max_delta <= ROUNDING * layer.output_range for layer in found)
 
 
 def test_experts_read_in_the_wrong_order_are_found() -> None:

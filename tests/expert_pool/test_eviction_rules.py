@@ -74,3 +74,9 @@ def test_experts_that_come_back_at_once_are_counted():
     assert rules.returns == 1
     rules.evicted(0, 1)
     assert len(rules._gone[0]) == 1
+
+
+def test_scores_stay_shares_whatever_the_router_weighs():
+    rules = make()
+    touch(rules, 0, 1, weights=np.array([3e39, 1e39]))
+    assert rules._scores[0].tolist() == pytest.approx([0.0375, 0.0125, 0, 0])

@@ -32,6 +32,7 @@ def test_at_most_so_many_layers_evenly_spaced():
 def test_the_optimum_is_that_of_the_oracle_and_another_thread_finds_it(monkeypatch):
     monkeypatch.setattr(regret, "WINDOW_STEPS", 30)
     trace = synthetic_trace(tokens=30, layers=1, experts=16, top_k=3)
+    before = sum(thread.name == "regret" for thread in threading.enumerate())
     meter = RegretMeter([16], 4)
     assert meter._thread is None, "no thread before the first window"
     for step in range(30):
@@ -42,7 +43,7 @@ def test_the_optimum_is_that_of_the_oracle_and_another_thread_finds_it(monkeypat
     best = int(belady_misses(trace.demands, 16, 6, held).sum())
     assert wait_for(meter, 1) == [best, 60]
     meter.close()
-    assert "regret" not in [thread.name for thread in threading.enumerate()]
+    assert sum(thread.name == "regret" for thread in threading.enumerate()) <= before
 
 
 def test_a_pool_tells_its_regret_in_the_step_statistics(tmp_path, monkeypatch):
