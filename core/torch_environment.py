@@ -9,7 +9,7 @@ TORCH_ENVIRONMENT = {
     "OMP_WAIT_POLICY": "passive",
     # oneDNN keeps what it compiled for each shape of a bf16 product, 0.4-0.7 MB each, in two caches
     # of 1,024 entries. Numbers of rows differ in every step: a server would grow by a GB.
-    "LRU_CACHE_CAPACITY": "128",
+    "LRU_CACHE_CAPACITY": "64",
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256",
 }
 
