@@ -80,7 +80,7 @@ def run_ours(model: Path, options: argparse.Namespace, pool: dict[str, Any]) -> 
 def run_transformers(model: Path, options: argparse.Namespace) -> dict[str, Any]:
     """The peer under its limit. It writes its own offload files first, without a limit."""
     if importlib.util.find_spec("accelerate") is None:
-        return {"error": "accelerate is not installed: pip install accelerate"}
+        return {"error": "accelerate is not installed: pip install -e .[bench]"}
     with tempfile.TemporaryDirectory(dir=options.cache, prefix="offload-") as folder:
         asked = {
             "model": str(model),
