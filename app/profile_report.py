@@ -155,7 +155,7 @@ class ProfileReport:
         elif entropy >= _SKEWED_ENTROPY:
             what = "unevenly: a pool smaller than the model will hit clearly more often than chance"
         else:
-            what = "very unevenly: a small pool holds most of what is asked for"
+            what = "very unevenly: a small pool will hit far more often than chance"
         return (
             f"Experts are used {what} (entropy {entropy:.2f} of 1; the top tenth takes "
             f"{share:.0%} of the picks)."

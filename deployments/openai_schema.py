@@ -7,6 +7,7 @@ that are not served pass where their value changes nothing, and are refused with
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from itertools import islice
 from typing import Annotated, Any, TypeVar
 
@@ -23,6 +24,8 @@ from deployments.tool_fields import ToolFields
 MAX_PROMPTS = 4096
 """Prompts that a body is read for; the setting serving.max_prompts lies below."""
 
+_NEAR = 0.8
+"""How like a field that exists a name must be to be taken for a slip."""
 _MANY_FAULTS = 256
 """Faults of a body that are listed at once; that costs some 10 us each, in native code that lets
 nothing else run."""
@@ -237,7 +240,7 @@ def parse_body(model: type[Body], body: bytes) -> Body:
         return model.model_validate_json(body)
     except ValidationError as error:
         found = error
-    raise _request_error(_listable(model, body, found)) from found
+    raise _request_error(model, _listable(model, body, found)) from found
 
 
 def _listable(model: type[Body], body: bytes, error: ValidationError) -> ValidationError | int:
@@ -265,7 +268,7 @@ def _shortened(value: Any, kept_items: int) -> Any:
     return value
 
 
-def _request_error(error: ValidationError | int) -> RequestError:
+def _request_error(model: type[Strict], error: ValidationError | int) -> RequestError:
     if isinstance(error, int):
         return RequestError(f"The body holds {error} values of a wrong kind.", None)
     faults = error.errors(include_url=False, include_context=False, include_input=False)
@@ -277,7 +280,9 @@ def _request_error(error: ValidationError | int) -> RequestError:
     if first["type"] == "extra_forbidden":
         names = [".".join(map(str, f["loc"])) for f in faults if f["type"] == "extra_forbidden"]
         listed = ", ".join(name[:80] for name in names[:5])
-        return RequestError(f"Unsupported field: {listed}. Leave it out.", field)
+        near = get_close_matches(names[0][:80], model.model_fields, 1, _NEAR)
+        advice = f"Did you mean {near[0]}?" if near else "Leave it out."
+        return RequestError(f"Unsupported field: {listed}. {advice}", field)
     if not path:
         return RequestError(f"The body must be a JSON object: {first['msg']}.", None)
     return RequestError(f"{path[:120]}: {first['msg']}.", field)

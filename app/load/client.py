@@ -50,8 +50,9 @@ class Target:
 
 
 def root_of(url: str) -> str:
-    """The service's root, where `url` may also end in /v1 or a slash."""
-    return url.rstrip("/").removesuffix("/v1")
+    """The service's root, where `url` may also end in /v1 or a slash, or be HOST:PORT."""
+    whole = url if "://" in url else f"http://{url}"
+    return whole.rstrip("/").removesuffix("/v1")
 
 
 def headers_for(api_key: str) -> dict[str, str]:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -117,3 +118,17 @@ def test_stop_strings_have_limits(stop: list[str]) -> None:
     with pytest.raises(RequestError, match="stop strings"):
         parsed(stop=stop).stop_strings(ServingSettings())
     assert parsed(stop="end").stop_strings(ServingSettings()) == ("end",)
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("max_token", "Did you mean max_tokens?"),
+        ("temperatur", "Did you mean temperature?"),
+        ("qqq", "Leave it out."),
+    ],
+)
+def test_a_slip_is_told_the_nearest_field(name: str, advice: str) -> None:
+    with pytest.raises(RequestError, match=re.escape(advice)) as refused:
+        parse_body(CompletionRequest, json.dumps({"model": "m", "prompt": "x", name: 1}).encode())
+    assert refused.value.param == name
