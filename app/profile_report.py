@@ -51,7 +51,7 @@ class ProfileRow:
     bytes_a_token: int
     """Read from disk or host a token that passed the model."""
     memory_bytes: int
-    """Most resident memory of the process up to the end of its runs."""
+    """Most resident memory of the process while one of its prompts ran."""
 
 
 def row_of(

@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 
 _TOKEN = "RAY_AUTH_TOKEN"
 _CONNECT_S = 5.0
+_SAME_START_S = 60.0
+"""A process's start shifts a little when the clock is set; ids come again later than this."""
 
 
 class RunningService(msgspec.Struct, frozen=True):
@@ -34,6 +36,19 @@ class RunningService(msgspec.Struct, frozen=True):
     url: str
     ray_address: str
     ray_token: str | None
+    created_s: float | None = None
+    """When its process began: another one may have the same id later."""
+
+    @property
+    def runs(self) -> bool:
+        """Whether that very process lives."""
+        try:
+            now_s = psutil.Process(self.pid).create_time()
+        except psutil.AccessDenied:
+            return True
+        except (psutil.Error, ValueError, OverflowError):
+            return False
+        return self.created_s is None or abs(now_s - self.created_s) < _SAME_START_S
 
 
 @contextlib.contextmanager
@@ -42,7 +57,8 @@ def recorded(ray_address: str, url: str) -> Iterator[None]:
 
     Where the cache folder cannot be written, they do not, and serving goes on.
     """
-    service = RunningService(os.getpid(), url, ray_address, os.environ.get(_TOKEN))
+    token, created_s = os.environ.get(_TOKEN), psutil.Process().create_time()
+    service = RunningService(os.getpid(), url, ray_address, token, created_s)
     path = _folder() / f"{socket.gethostname()}-{service.pid}.json"
     try:
         _folder().mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -67,7 +83,7 @@ def running_services() -> list[RunningService]:
             if not (_is_private(_folder()) and _is_private(path)):
                 continue
             service = msgspec.json.decode(path.read_bytes(), type=RunningService)
-            if psutil.pid_exists(service.pid):
+            if service.runs:
                 found.append(service)
             else:
                 path.unlink(missing_ok=True)  # it was killed

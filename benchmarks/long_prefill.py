@@ -2,8 +2,8 @@
 
 The checkpoint "moe-s" (benchmarks/moe_s.py) gets a prompt of 2,048 tokens that passes layer by
 layer. The peer, in the same run and alternating, is the same engine with the fewest slots that work
-(top_k a layer), which keeps nothing: every expert streams through. A cache that is warm from an
-answer before must read no more bytes and take no longer than 1.05 times the peer's time. The files'
+(top_k a layer), which keeps nothing: every expert streams through. A cache that is warm from a
+short prompt must read no more bytes and take no longer than 1.05 times the peer's time. The files'
 pages are dropped before each prompt.
 """
 

@@ -37,9 +37,12 @@ class MemoryGroup:
         (self._folder / "cgroup.procs").write_text(str(os.getpid()))
 
     def peak_bytes(self) -> int:
-        """Most memory that the group held at once, page cache included."""
+        """Most memory that the group held at once, page cache included; 0 where nobody counts."""
         name = "memory.max_usage_in_bytes" if self._version == 1 else "memory.peak"
-        return int((self._folder / name).read_text())
+        try:
+            return int((self._folder / name).read_text())
+        except OSError:  # memory.peak came with Linux 5.19
+            return 0
 
     def _write(self, name: str, value: int) -> None:
         (self._folder / name).write_text(str(value))

@@ -30,6 +30,7 @@ from benchmarks.memory_group import MemoryGroup, NoMemoryGroupError, memory_grou
 from benchmarks.moe_s import make_moe_s
 
 MIB = 1024**2
+CONTESTANT_LIMIT_S = 900
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -45,14 +46,18 @@ def drop_pages(folder: Path) -> None:
 def contest(name: str, options: dict[str, Any], group: MemoryGroup | None) -> dict[str, Any]:
     """One contestant's figures, or {"error": ...} where it did not survive the limit."""
     command = [sys.executable, "-m", "benchmarks.offload_contestants", name, json.dumps(options)]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        preexec_fn=group.join if group else None,
-        check=False,
-    )
+    try:
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            preexec_fn=group.join if group else None,
+            check=False,
+            timeout=CONTESTANT_LIMIT_S,
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": f"gave no result within {CONTESTANT_LIMIT_S} s"}
     if done.returncode:
         killed = "killed at the memory limit" if done.returncode == -9 else ""
         last = done.stderr.strip().splitlines()[-1:] or [f"exit status {done.returncode}"]
@@ -78,7 +83,7 @@ def run_ours(model: Path, options: argparse.Namespace, pool: dict[str, Any]) -> 
 
 
 def run_transformers(model: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """The peer under its limit. It writes its own offload files first, without a limit."""
+    """The peer under its limit, in which it also writes its offload files."""
     if importlib.util.find_spec("accelerate") is None:
         return {"error": "accelerate is not installed: pip install -e .[bench]"}
     with tempfile.TemporaryDirectory(dir=options.cache, prefix="offload-") as folder:
@@ -87,7 +92,6 @@ def run_transformers(model: Path, options: argparse.Namespace) -> dict[str, Any]
             "new_tokens": options.peer_tokens,
             "threads": options.threads,
             "offload_folder": folder,
-            "prepare": False,
         }
         drop_pages(model)
         with memory_group(options.peer_limit_mib * MIB) as group:
@@ -112,11 +116,20 @@ def run_llama(options: argparse.Namespace) -> dict[str, Any]:
         return {"tok_s": round(json.loads(done.stdout)[0]["avg_ts"], 3)}
 
 
+def median_run(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """The run of median speed; one that failed, if any did."""
+    failed = [run for run in runs if "error" in run]
+    return failed[0] if failed else sorted(runs, key=lambda run: run["tok_s"])[len(runs) // 2]
+
+
 def rows(model: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     """One row for each peer, ours beside it; then ours without prefetch."""
-    on = run_ours(model, options, {"prefetch": "on"})
-    off = run_ours(model, options, {"prefetch": "off"})
-    auto = run_ours(model, options, {})
+    tried: dict[str, list[dict[str, Any]]] = {"on": [], "off": [], "auto": []}
+    for number in range(options.rounds):
+        # Who comes first alternates.
+        for name in list(tried)[:: -1 if number % 2 else 1]:
+            tried[name].append(run_ours(model, options, {"prefetch": name}))
+    on, off, auto = (median_run(runs) for runs in tried.values())
     better = float(on.get("tok_s", 0)) > float(off.get("tok_s", 0))
     peers = {
         "transformers+accelerate": (options.peer_limit_mib, run_transformers(model, options)),
@@ -161,6 +174,7 @@ def main() -> None:
         "--temperature", type=float, default=1.0, help="ours; 0 soon repeats itself"
     )
     parser.add_argument("--peer-tokens", type=int, default=24)
+    parser.add_argument("--rounds", type=int, default=3, help="runs of ours; the median counts")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--gguf", type=Path, help="moe-s converted for llama.cpp")
     options = parser.parse_args()

@@ -113,7 +113,8 @@ class _Recorder:
     """Keeps what decode steps asked of each layer, for the optimum afterwards.
 
     A prompt's step asks for more than a layer holds, for which there is no optimum: each run of
-    decode steps is one window, from the experts that were resident when it began.
+    decode steps with one number of slots is one window, from the experts that were there at its
+    beginning.
     """
 
     def __init__(self, pool: Any) -> None:
@@ -125,7 +126,7 @@ class _Recorder:
 
         def recorded(layer: int, counts: Any, tokens: int, **named: Any) -> Any:
             if tokens == 1:
-                if not self._open[layer]:
+                if not self._open[layer] or self._windows[layer][-1][1] != quotas[layer]:
                     experts = np.arange(self._layers[layer].num_experts)
                     resident = states.is_resident(layer, experts)[None, :]
                     self._windows[layer].append((resident.copy(), quotas[layer], []))
@@ -171,8 +172,6 @@ def transformers_disk(options: dict[str, Any]) -> dict[str, Any]:
     ).eval()
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
-    if options["prepare"]:
-        return {"prepared": True}
     times: list[float] = []
 
     class Clock(StoppingCriteria):

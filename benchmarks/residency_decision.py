@@ -5,8 +5,11 @@
 `decision` rows: `touch` with what a layer is asked for, then `victims` for what is missing, on a
 seeded trace of topics, at a quarter of the experts; each policy beside the default with its
 hysteresis. `all resident` rows: what the pool adds to a layer's call when every expert of a model
-is there (counting, pinning, looking up slots), and what routing adds before it. Times are CPU time
-of the thread and wall time; the wall clock also counts what else the machine does.
+is there (counting, pinning, looking up slots), what routing adds before it, and what begins and
+ends a step; `share of a step` puts that beside a decode step of one sequence of the same model.
+Reading ahead, which runs only where experts are missing, is timed by `hidden_s` and `decide_s` of
+its own statistics, not here. Times are CPU time of the thread and wall time; the wall clock also
+counts what else the machine does.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ import numpy as np
 import torch
 
 from app.measurement import emit, quiet_monitor
+from core.request import Request, SamplingParams
+from engine.engine import Engine
 from expert_pool.checkpoint_index import CheckpointIndex
 from expert_pool.eviction_rules import EvictionRules
 from expert_pool.experts_forward import _make_group
@@ -33,6 +38,7 @@ from expert_pool.tables import IntArray
 
 LAYERS = 8
 STEPS = 1500
+DECODE_STEPS = 64
 DEMO_MODEL = Path(__file__).parents[1] / "demo_model"
 
 
@@ -86,9 +92,12 @@ def all_resident(model: Path, tokens: int) -> list[dict[str, Any]]:
     pool.settle()
     draw = torch.Generator().manual_seed(0)
     device = torch.device("cpu")
-    spent: dict[str, tuple[list[int], list[int]]] = {name: ([], []) for name in ("routing", "pool")}
+    parts = ("routing", "pool", "begin and end of a step")
+    spent: dict[str, tuple[list[int], list[int]]] = {name: ([], []) for name in parts}
     for _ in range(STEPS):
+        clocks_of_step = _clocks()
         pool.begin_step()
+        begun = _clocks()
         for layer in layers:
             experts, top_k = layer.num_experts, layer.top_k
             weights, chosen = torch.rand(tokens, experts, generator=draw).topk(top_k)
@@ -100,12 +109,47 @@ def all_resident(model: Path, tokens: int) -> list[dict[str, Any]]:
             _make_group(pool, layer.ordinal, routing, next(groups), device)
             groups.close()
             _note(spent["pool"], clocks)
+        first, clocks = clocks_of_step, _clocks()
         pool.end_step()
+        # As if the step had begun right before its end.
+        cpu, wall = (now - (b - a) for now, b, a in zip(clocks, begun, first, strict=True))
+        _note(spent[parts[2]], (cpu, wall))
     pool.close()
     return [
         percentiles(f"all resident, {tokens} tokens, {name}", cpu, wall)
         for name, (cpu, wall) in spent.items()
     ]
+
+
+def share_of_a_step(model: Path, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The pool's own code of one decode step, as a share of it. Medians of wall times."""
+    engine = Engine.open(
+        model,
+        engine={"max_sequences": 1, "context_tokens": 2 * DECODE_STEPS, "seed": 0},
+        pool={"expert_memory": "all"},
+    )
+    engine.pool.settle()
+    params = SamplingParams(max_tokens=DECODE_STEPS, temperature=0.0, ignore_eos=True)
+    engine.add(Request(request_id="one", prompt_ids=tuple(range(10, 42)), params=params))
+    steps_s = []
+    while engine.has_work():
+        stats = engine.step().stats
+        if stats.decode_tokens:
+            steps_s.append(stats.step_s)
+    layers = len(engine.pool.index.layers)
+    engine.close()
+    us = {row["what"]: row["wall_us_p50"] for row in rows}
+    a_call = us["all resident, 1 tokens, pool"]
+    own_us = layers * a_call + us["all resident, 1 tokens, begin and end of a step"]
+    step_us = float(np.median(steps_s)) * 1e6
+    return {
+        "what": "all resident, share of a decode step",
+        "model": model.name,
+        "layers": layers,
+        "pool_us_a_step": round(own_us, 1),
+        "step_us": round(step_us, 1),
+        "share": round(own_us / step_us, 4),
+    }
 
 
 def _nothing() -> Any:
@@ -142,6 +186,7 @@ def main() -> int:
         rows = [decision(name, make(), experts, top_k) for name, make in makers.items()]
         for tokens in (1, 16):
             rows += all_resident(arguments.model, tokens)
+        rows.append(share_of_a_step(arguments.model, rows))
     emit("residency_decision", rows, monitor, arguments.json)
     return 0
 

@@ -118,14 +118,18 @@ class PoolStepStats(msgspec.Struct, kw_only=True):
     demand_hits: int = 0
     demand_misses: int = 0
     """hits + misses = distinct (layer, expert) asked for in the step."""
+    host_misses: int = 0
+    """Demand misses that the host tier served, and those that a disk did; reads that failed or were
+    barred count as disk. host + disk = demand_misses, once no pass is between two steps."""
+    disk_misses: int = 0
     routed_pairs: int = 0
     """(token, chosen expert) pairs over all MoE layers; tokens x k x layers when all were good."""
     bytes_read: int = 0
     records_read: int = 0
     """From disk, and so are `bytes_read`."""
     host_records: int = 0
-    """Experts that came from the host tier (page cache, or memory beside a device), and their
-    bytes: with demand hits and records_read, hits by tier."""
+    """Experts that came from the host tier (page cache, or memory beside a device), awaited or
+    not, and their bytes."""
     host_bytes: int = 0
     resident: int = 0
     """Experts in slots at the end of the step."""

@@ -11,9 +11,11 @@ import re
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import yaml
 from pydantic import Field, ValidationError
+from pydantic_core import ErrorDetails
 
 from core.config_model import ConfigModel
 from core.errors import SettingsError
@@ -24,6 +26,10 @@ DEFAULT_TENANT = "default"
 _KEY_PREFIX = "sk-coterie-"
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
+_LIKE_KEY = re.compile(
+    r"(?i)(sk|pk|key)[-_.].*|[0-9a-f]{16,}|sha256.*|.{33,}|.*[A-Za-z0-9_-]{24,}.*"
+)
+_HIDDEN = "(not shown)"
 
 
 class TenantEntry(ConfigModel):
@@ -48,6 +54,9 @@ class KeysFile(ConfigModel):
     """The keys file: `tenants:` with a name each."""
 
     tenants: dict[str, TenantEntry]
+
+
+_FIELDS = {*KeysFile.model_fields, *TenantEntry.model_fields}
 
 
 class KeyRing:
@@ -100,7 +109,7 @@ def read_keys(path: Path | None, environ: Mapping[str, str], default: Allowance)
         for position, text in enumerate(entry.keys):
             if not _DIGEST.fullmatch(text):
                 raise SettingsError(
-                    f"{path}: tenants.{tenant}.keys.{position}: expected sha256: and 64 "
+                    f"{path}: tenants.{_shown(tenant)}.keys.{position}: expected sha256: and 64 "
                     'hexadecimal digits; "coterie admin keys hash" makes that of a key'
                 )
             _add(tenant_of, text, tenant)
@@ -120,20 +129,60 @@ def read_keys(path: Path | None, environ: Mapping[str, str], default: Allowance)
 
 def _entries(path: Path) -> list[tuple[str, TenantEntry]]:
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        data = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeys)
     except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(f"cannot read the keys file {path}: {error}") from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f" in line {mark.line + 1}" if mark is not None else ""
         # Without the parser's own text, which quotes what it found.
-        raise SettingsError(f"the keys file {path} is not valid YAML{where}") from None
+        reason = "has a name twice" if isinstance(error, _TwiceError) else "is not valid YAML"
+        raise SettingsError(f"the keys file {path} {reason}{where}") from None
     try:
         return list(KeysFile.model_validate(data).tenants.items())
     except ValidationError as error:
         faults = error.errors(include_url=False, include_input=False, include_context=False)
-        said = "; ".join(f"{'.'.join(map(str, f['loc']))}: {f['msg']}" for f in faults[:5])
+        said = "; ".join(_fault_text(fault) for fault in faults[:5])
         raise SettingsError(f"the keys file {path}: {said}") from None
+
+
+class _TwiceError(yaml.constructor.ConstructorError):
+    """A mapping has a name twice, of which YAML would silently take the last."""
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """A loader that takes no name twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for name, _ in node.value:
+            if isinstance(name, yaml.ScalarNode):
+                if name.value in seen:
+                    raise _TwiceError(None, None, "a name twice", name.start_mark)
+                seen.add(name.value)
+        return super().construct_mapping(node, deep)
+
+
+def _fault_text(fault: ErrorDetails) -> str:
+    """Where and what, with nothing of the file but names of fields and of tenants."""
+    parts = []
+    for depth, part in enumerate(fault["loc"]):
+        if depth == 1 and isinstance(part, str):
+            parts.append(_shown(part))
+        elif (depth == 3 and isinstance(part, int)) or part in _FIELDS or part == "[key]":
+            parts.append(str(part))
+        else:
+            parts.append(_HIDDEN)
+    text = f"{'.'.join(parts)}: {fault['msg']}"
+    if fault["type"] == "extra_forbidden" and len(parts) > 1:
+        text += f"; the fields are {', '.join(TenantEntry.model_fields)}"
+    return text
+
+
+def _shown(tenant: str) -> str:
+    """A tenant's name, unless it may be a key that was written in its place."""
+    fits = _TENANT.fullmatch(tenant) and not _LIKE_KEY.fullmatch(tenant)
+    return tenant if fits else _HIDDEN
 
 
 def _of_variable(text: str) -> tuple[str, str]:
@@ -144,7 +193,7 @@ def _of_variable(text: str) -> tuple[str, str]:
         tenant, key = DEFAULT_TENANT, text
     _check_tenant(tenant, KEYS_VARIABLE)
     if not key:
-        raise SettingsError(f"{KEYS_VARIABLE}: expected a key after {tenant}:")
+        raise SettingsError(f"{KEYS_VARIABLE}: expected a key after {_shown(tenant)}:")
     return tenant, key if _DIGEST.fullmatch(key) else digest_text(key)
 
 
@@ -160,5 +209,6 @@ def _add(tenant_of: dict[bytes, str], text: str, tenant: str) -> None:
     digest = bytes.fromhex(text.removeprefix("sha256:"))
     if tenant_of.setdefault(digest, tenant) != tenant:
         raise SettingsError(
-            f"one key belongs to two tenants, {tenant_of[digest]!r} and {tenant!r}; a key has one"
+            f"one key belongs to two tenants, {_shown(tenant_of[digest])} and {_shown(tenant)}; "
+            "a key has one"
         )

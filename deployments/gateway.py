@@ -22,7 +22,7 @@ from deployments.access import Access
 from deployments.admission import most_at_once
 from deployments.answer_form import AnswerForm
 from deployments.caller import NOBODY, Caller
-from deployments.joined_streams import JoinedStreams
+from deployments.joined_streams import BatchStream, JoinedStreams
 from deployments.limits_client import Limits, LimitsClient
 from deployments.metered_supervisors import MeteredSupervisors, Supervisors
 from deployments.metrics_page import metrics_page
@@ -132,13 +132,23 @@ class Gateway:
         asked = await self._parse(TokenizeRequest, body)
         self._check_model(asked.model or self.model_name)
         asked.check()
+        most = await self._context_tokens(body)
         if asked.messages is not None:
             turns = await self._turns(asked.messages, body)
-            ids = (await self._tokenizer.chat(turns, asked.chat_template_kwargs or {})).ids
+            kwargs = asked.chat_template_kwargs or {}
+            prompt = await self._tokenizer.chat(turns, kwargs, context_tokens=most)
         else:
             add_special = asked.add_special_tokens is not False
-            ids = (await self._tokenizer.prompt(asked.prompt or "", add_special)).ids
+            text = asked.prompt or ""
+            prompt = await self._tokenizer.prompt(text, add_special, context_tokens=most)
+        ids = prompt.ids
         info = await self._rank_info()
+        if prompt.is_beginning:
+            raise ContextLengthError(
+                f"The prompt has over {len(ids)} tokens; the limit for a prompt and its answer "
+                f"together is {info.context_tokens} tokens.",
+                "prompt" if asked.messages is None else "messages",
+            )
         names = await self._tokenizer.token_texts(ids) if asked.return_token_strs else None
         return {
             "count": len(ids),
@@ -227,7 +237,7 @@ class Gateway:
             Generation(request=request, stop=stop, stream=stream, special_text=plan.special_text)
             for request in requests
         ]
-        batches = JoinedStreams([self._supervisors.generate(x) for x in generations], made)
+        batches = JoinedStreams(self._start_all(generations), made)
         answer = Answer(form)
         self._open_requests += 1
         try:
@@ -250,6 +260,18 @@ class Gateway:
                 self._close(open_streams.pop())
 
         return EventStream(self._events(answer, first, batches), cancel)
+
+    def _start_all(self, generations: list[Generation]) -> list[BatchStream]:
+        """All of them or none."""
+        streams: list[BatchStream] = []
+        try:
+            for generation in generations:
+                streams.append(self._supervisors.generate(generation))
+        except BaseException:
+            for stream in streams:
+                stream.cancel()
+            raise
+        return streams
 
     async def _events(
         self, answer: Answer, first: Batch, rest: JoinedStreams

@@ -61,11 +61,11 @@ def make_http_api(gateway: Gateway) -> FastAPI:
 
     @api.post("/tokenize")
     async def tokenize(request: Request) -> Response:
-        return JsonBytes(await gateway.tokenize(await _body(request, gateway)))
+        return await _while_connected(request, gateway.tokenize(await _body(request, gateway)))
 
     @api.post("/detokenize")
     async def detokenize(request: Request) -> Response:
-        return JsonBytes(await gateway.detokenize(await _body(request, gateway)))
+        return await _while_connected(request, gateway.detokenize(await _body(request, gateway)))
 
     @api.api_route("/v1/models", methods=_READ)
     async def models() -> Response:

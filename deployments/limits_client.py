@@ -9,6 +9,8 @@ import time
 from collections.abc import Awaitable, Iterable
 from typing import Protocol
 
+import msgspec
+
 from core.errors import EngineUnavailableError
 from deployments.openai_errors import TenantLimitError
 from deployments.tenant_limits import Allowance, Refusal, TenantLimits, Use
@@ -134,7 +136,8 @@ class LimitsClient:
         """Remember what is to be reported; an end is reported at once."""
         before = self._open.pop(use.lease, None)
         tokens = use.tokens + (before.tokens if before is not None else 0)
-        total = Use(use.lease, use.tenant, tokens, use.ended)
+        acknowledged = before.acknowledged if before is not None else 0
+        total = Use(use.lease, use.tenant, tokens, use.ended, acknowledged)
         if use.ended:
             self._ended.append(total)
             self._news.set()
@@ -165,26 +168,28 @@ class LimitsClient:
             ended, self._ended = self._ended, []
             awaited, self._awaited = self._awaited, []
             still = list(self._open.values())
-            self._open = {use.lease: Use(use.lease, use.tenant) for use in still}
+            arrived = False
             try:
                 await self._store.report([*still, *ended])
-            except EngineUnavailableError as error:
-                log.warning("A report of tenants' use is sent again: %s", error)
-                self._put_back(still, ended)
+                arrived = True
+            # Whatever went wrong, clients wait for this, and the use must not be forgotten.
+            except Exception as error:
+                unforeseen = not isinstance(error, EngineUnavailableError)
+                text = "A report of tenants' use is sent again: %s"
+                log.warning(text, error, exc_info=unforeseen)
+                self._ended = ended + self._ended
+            finally:
                 _finish(awaited)
+            if arrived:
+                self._acknowledge(still)
+            else:
                 await asyncio.sleep(RENEW_S)
-            _finish(awaited)
 
-    def _put_back(self, still: Iterable[Use], ended: list[Use]) -> None:
-        late = {use.lease: index for index, use in enumerate(self._ended)}
-        for use in still:
-            if use.lease in self._open:
-                self.note(use)
-            elif use.lease in late:
-                now = self._ended[late[use.lease]]
-                tokens = now.tokens + use.tokens
-                self._ended[late[use.lease]] = Use(use.lease, use.tenant, tokens, True)
-        self._ended = ended + self._ended
+    def _acknowledge(self, arrived: Iterable[Use]) -> None:
+        for use in arrived:
+            now = self._open.get(use.lease)
+            if now is not None:
+                self._open[use.lease] = msgspec.structs.replace(now, acknowledged=use.tokens)
 
 
 def _finish(awaited: list[asyncio.Future[None]]) -> None:

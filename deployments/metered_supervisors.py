@@ -82,13 +82,15 @@ class MeteredStream:
     async def __anext__(self) -> Batch:
         """The next batch. Raises TenantLimitError, or what the supervisors raise."""
         lease = self._exchange.lease
-        if self._stream is None:
-            if self._given_up:
-                raise StopAsyncIteration
-            if lease is not None:
-                await lease.charge_prompt(len(self._generation.request.prompt_ids))
-            self._stream = self._supervisors.generate(self._generation)
+        if self._stream is None and self._given_up:
+            raise StopAsyncIteration
         try:
+            if self._stream is None:
+                if lease is not None:
+                    await lease.charge_prompt(len(self._generation.request.prompt_ids))
+                if self._given_up:  # while it waited
+                    raise StopAsyncIteration
+                self._stream = self._supervisors.generate(self._generation)
             batch = await anext(self._stream)
             while self._offers_left and _is_refusal(batch) and not self._given_up:
                 self._offers_left -= 1

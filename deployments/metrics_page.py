@@ -39,6 +39,7 @@ COUNTERS = {
     "prefill_tokens": ("prefill_tokens", "Prompt tokens that passed the model."),
     "prefix_hit_tokens": ("prefix_cache_hits", "Prompt tokens found in the prefix cache."),
     "preemptions": ("num_preemptions", "Sequences that had to give their blocks back."),
+    "expert_misses": ("expert_misses", "Distinct experts asked for a step that had no slot."),
     "expert_evictions": ("expert_evictions", "Experts that left their slot."),
     "expert_returns": ("expert_returns", "Experts read again soon after they had left."),
     "expert_rereads": ("expert_rereads", "Reads repeated after a fault."),
@@ -51,8 +52,8 @@ COUNTERS = {
 _BY_LABEL = {
     ("expert_accesses", "tier", "Distinct experts asked for a step and layer, by where from."): {
         "slot": "expert_hits",
-        "host": "expert_records_host",
-        "disk": "expert_records_disk",
+        "host": "expert_misses_host",
+        "disk": "expert_misses_disk",
     },
     ("expert_read_bytes", "tier", "Bytes of experts brought into slots, by where from."): {
         "host": "expert_bytes_host",

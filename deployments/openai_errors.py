@@ -113,8 +113,9 @@ def envelope(error: Exception) -> tuple[int, dict[str, dict[str, str | None]], d
 
 def exception_of(failure: Failure) -> CoterieError:
     """The exception that a supervisor's Failure stands for."""
-    if failure.error_type == OverloadedError.__name__:
-        return OverloadedError(failure.message, failure.retry_after_s or 1.0)
+    for waits in (OverloadedError, TenantLimitError):
+        if failure.error_type == waits.__name__:
+            return waits(failure.message, failure.retry_after_s or 1.0)
     kind = _BY_NAME.get(failure.error_type, CoterieError)
     if issubclass(kind, RequestError):
         return kind(failure.message, failure.param)

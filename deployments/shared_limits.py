@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from ray.exceptions import RayError
-from ray.serve.exceptions import RayServeException
-
-from core.errors import EngineUnavailableError
+from core.errors import EngineUnavailableError, OverloadedError
+from deployments.supervisor_client import translated
 from deployments.tenant_limits import Allowance, Refusal, Use
 
 _ANSWER_S = 5.0
@@ -39,10 +37,12 @@ class SharedLimits:
         return await self._call("counts")
 
     async def _call(self, name: str, *arguments: Any) -> Any:
-        response = self._methods[name].remote(*arguments)
         try:
-            return await asyncio.wait_for(response, _ANSWER_S)
-        except (TimeoutError, RayError, RayServeException) as error:
+            return await asyncio.wait_for(self._methods[name].remote(*arguments), _ANSWER_S)
+        except Exception as error:
+            away = TimeoutError | EngineUnavailableError | OverloadedError
+            if not isinstance(translated(error), away):
+                raise
             # Limits that cannot be checked are not passed over.
             text = "The tenants' limits cannot be checked now."
             raise EngineUnavailableError(text) from error

@@ -57,13 +57,15 @@ class SupervisorClient:
 
     async def info(self, timeout_s: float) -> RankInfo:
         """What a replica says of its model. Raises EngineUnavailableError after `timeout_s`."""
-        response = self._info.remote()
+        response = None
         try:
+            response = self._info.remote()
             data = await asyncio.wait_for(response, timeout_s)
         except TimeoutError as error:
-            response.cancel()
+            if response is not None:
+                response.cancel()
             raise EngineUnavailableError("The model is still being loaded.") from error
-        except (RayError, RayServeException) as error:
+        except Exception as error:
             raise translated(error) from error
         return msgspec.msgpack.decode(data, type=RankInfo)
 

@@ -42,12 +42,15 @@ class Refusal(msgspec.Struct, frozen=True):
 
 
 class Use(msgspec.Struct, frozen=True):
-    """What a gateway reports of a lease that it holds: tokens since its last report."""
+    """What a gateway reports of a lease that it holds; counted once, however often it comes."""
 
     lease: str
     tenant: str
     tokens: int = 0
+    """All that the lease produced since it began."""
     ended: bool = False
+    acknowledged: int = 0
+    """Of `tokens`, what an earlier report brought for certain; a restart counts it no more."""
 
 
 class Window:
@@ -91,6 +94,8 @@ class _Tenant:
     leases: dict[str, float] = field(default_factory=dict)
     """Lease to the moment at which it expires."""
     began: dict[str, float] = field(default_factory=dict)
+    counted: dict[str, int] = field(default_factory=dict)
+    """Lease to those of its tokens that are counted."""
     holds_s: deque[float] = field(default_factory=lambda: deque(maxlen=_HOLDS))
 
 
@@ -100,7 +105,8 @@ class TenantLimits:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._tenants: dict[str, _Tenant] = {}
-        self._ended: OrderedDict[str, None] = OrderedDict()
+        self._ended: OrderedDict[str, int] = OrderedDict()
+        """Lease to those of its tokens that were counted."""
 
     def acquire(self, lease: str, tenant: str, allowance: Allowance) -> Refusal | None:
         """Begin a request, or say why not. A refused request counts for nothing."""
@@ -122,6 +128,7 @@ class TenantLimits:
         state.requests.add(now, 1)
         state.leases[lease] = now + LEASE_S
         state.began[lease] = now
+        state.counted[lease] = 0
         return None
 
     def charge(self, tenant: str, tokens: int, allowance: Allowance) -> Refusal | None:
@@ -139,17 +146,26 @@ class TenantLimits:
         return None
 
     def report(self, uses: Iterable[Use]) -> None:
-        """Renew, charge and end leases. One unknown here, after a restart, is taken on."""
+        """Renew, charge and end leases. One unknown here, after a restart, is taken on.
+
+        A report that comes again, as after a timeout, changes nothing.
+        """
         now = self._clock()
         for use in uses:
             state = self._state(use.tenant)
-            state.tokens.add(now, use.tokens)
-            if not use.ended:
-                if use.lease not in self._ended:
-                    state.leases[use.lease] = now + LEASE_S
-                    state.began.setdefault(use.lease, now)
+            before = state.counted.get(use.lease, self._ended.get(use.lease, use.acknowledged))
+            counted = max(before, use.tokens)
+            state.tokens.add(now, counted - before)
+            if use.lease in self._ended:
+                self._ended[use.lease] = counted
                 continue
-            self._ended[use.lease] = None
+            if not use.ended:
+                state.leases[use.lease] = now + LEASE_S
+                state.began.setdefault(use.lease, now)
+                state.counted[use.lease] = counted
+                continue
+            state.counted.pop(use.lease, None)
+            self._ended[use.lease] = counted
             if len(self._ended) > _ENDED_KEPT:
                 self._ended.popitem(last=False)
             if state.leases.pop(use.lease, None) is not None:
@@ -176,7 +192,7 @@ class TenantLimits:
         state.requests.forget(now)
         state.tokens.forget(now)
         for lease in [name for name, expires in state.leases.items() if expires <= now]:
-            del state.leases[lease], state.began[lease]
+            del state.leases[lease], state.began[lease], state.counted[lease]
         return state
 
 

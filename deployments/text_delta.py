@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from core.errors import CoterieError, OverloadedError, RequestError
+from core.errors import CoterieError, RequestError
 from core.request import Request
 from deployments.detokenizer import PieceLogprob
 
@@ -56,7 +56,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, tag=True):
             error_type=type(error).__name__,
             message=str(error),
             param=error.param if isinstance(error, RequestError) else None,
-            retry_after_s=error.retry_after_s if isinstance(error, OverloadedError) else None,
+            retry_after_s=getattr(error, "retry_after_s", None),
         )
 
 

@@ -269,8 +269,7 @@ class Engine:
         stats.decode_tokens = sum(len(part.token_ids) for part in plan.parts if part.is_decode)
         stats.prefill_tokens = plan.num_tokens - stats.decode_tokens
         try:
-            # What a pass of many tokens uses is everything.
-            self.pool.begin_step(() if plan.layer_major else plan.parts)
+            self.pool.begin_step(plan.parts, in_order=plan.layer_major)
             try:
                 raw = self._turns.run(batch)
             finally:

@@ -46,7 +46,8 @@ class GrammarCache:
 
     A structure is first tried in such a process. What it compiled within the limit is compiled
     again here, where the masks are needed: xgrammar's serialised form can be a thousand times
-    larger than the grammar. Refusals are kept too, so that a bad structure costs its limit once.
+    larger than the grammar. Refusals are kept too, so that a bad structure costs its limit once;
+    what a busy host or a process ended from outside made of it is not.
     """
 
     def __init__(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -11,13 +12,20 @@ from pathlib import Path
 
 import msgspec
 
-from core.errors import CoterieError, RequestError
+from core.errors import CoterieError, OverloadedError, RequestError
 from core.request import Structure
 from engine.grammar_child import Job, Verdict, write_frame
 from engine.grammar_source import GrammarSource
 
 _START_S = 120.0
 _MAX_FRAME_BYTES = 64 * 1024**2
+_PATIENCE = 4.0
+"""Times the limit that a job may take where the host is too busy to give it its time."""
+_OWN_ENDS = (signal.SIGXCPU, signal.SIGSEGV, signal.SIGABRT)
+"""Ends that a structure brings about: its time, its depth, its memory within the process's limit.
+Others, the kernel's where memory is short among them, come from outside."""
+_POLL_S = 0.01
+_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class GrammarProcess:
@@ -37,21 +45,32 @@ class GrammarProcess:
         return None if self._process is None else self._process.pid
 
     def judge(self, structure: Structure) -> GrammarSource:
-        """What to compile, found good within the limit. Raises RequestError, else CoterieError."""
+        """What to compile, found good within the limit of processor time.
+
+        Raises RequestError for what is the structure's fault, OverloadedError where the process
+        had not its time or was ended from outside, else CoterieError.
+        """
         process = self._ready()
         try:
             if process.stdin is None:
                 raise OSError("no pipe")
+            end_s = _used_s(process.pid) + self._limit_s
             write_frame(process.stdin, Job(structure, self._limit_s))
-            verdict = self._read(process, self._limit_s)
+            verdict = self._read(process, self._limit_s * _PATIENCE, end_s)
         except TimeoutError as error:
+            used_up = process.poll() is None and _used_s(process.pid) >= end_s
             self._replace()
+            if not used_up:
+                raise self._come_back() from error
             raise RequestError(
                 f"The structure asked for could not be compiled within {self._limit_s:g} s; "
                 "use a simpler one."
             ) from error
         except (OSError, msgspec.DecodeError) as error:
+            code = _end_of(process)
             self._replace()
+            if code is None or -code not in _OWN_ENDS:
+                raise self._come_back() from error
             raise RequestError(
                 "The structure asked for ended its compiler: it needs too much memory or nests too "
                 "deeply; use a simpler one."
@@ -73,6 +92,11 @@ class GrammarProcess:
                         pipe.close()
                     except OSError:
                         continue  # what was still to be written has no reader
+
+    def _come_back(self) -> OverloadedError:
+        return OverloadedError(
+            "the host is too busy to try the structure asked for; come back later.", self._limit_s
+        )
 
     def _replace(self) -> None:
         # At once: the next structure need not wait for all of its start.
@@ -111,16 +135,27 @@ class GrammarProcess:
             raise CoterieError(f"the compiler of structures did not start: {error}") from error
 
     @staticmethod
-    def _read(process: subprocess.Popen[bytes], limit_s: float) -> Verdict:
-        """The next verdict. Raises TimeoutError, or OSError where the process ended."""
+    def _read(
+        process: subprocess.Popen[bytes], limit_s: float, end_s: float | None = None
+    ) -> Verdict:
+        """The next verdict. Raises TimeoutError, or OSError where the process ended.
+
+        `end_s`: processor time of the process, in all, that is a timeout too.
+        """
         if process.stdout is None:
             raise OSError("no pipe")
         deadline = time.monotonic() + limit_s
         data, need = b"", 4
         while len(data) < need:
             left = deadline - time.monotonic()
-            if left <= 0 or not select.select([process.stdout], [], [], left)[0]:
+            if left <= 0:
                 raise TimeoutError
+            if end_s is not None:
+                left = min(left, max(end_s - _used_s(process.pid), _POLL_S))
+            if not select.select([process.stdout], [], [], left)[0]:
+                if end_s is not None and _used_s(process.pid) >= end_s:
+                    raise TimeoutError
+                continue
             part = os.read(process.stdout.fileno(), 1 << 20)
             if not part:
                 raise OSError(f"it ended with {process.wait()}")
@@ -130,3 +165,17 @@ class GrammarProcess:
                 if need > _MAX_FRAME_BYTES:
                     raise OSError(f"a frame of {need} bytes")
         return msgspec.msgpack.decode(data[4:], type=Verdict)
+
+
+def _used_s(pid: int) -> float:
+    """Processor time of a process. Raises OSError where there is none."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / _TICKS
+
+
+def _end_of(process: subprocess.Popen[bytes]) -> int | None:
+    """How a process ended whose pipe broke; None where it goes on."""
+    try:
+        return process.wait(1.0)
+    except subprocess.TimeoutExpired:
+        return None

@@ -21,6 +21,22 @@ MAX_STRUCTURE_CHARS = 512 * 1024
 MAX_CHOICES = 10_000
 _MAX_SPACES = 16
 """White space between two values of a JSON text: a model that likes it must come to an end."""
+_TAG_KINDS = frozenset(
+    {
+        "any_text", "any_tokens", "const_string", "dispatch", "exclude_token", "grammar",
+        "json_schema", "optional", "or", "plus", "qwen_xml_parameter", "regex", "repeat",
+        "sequence", "star", "tag", "tags_with_separator", "token", "token_dispatch",
+        "token_triggered_tags", "triggered_tags",
+    }
+)  # fmt: skip
+"""Parts of a structural tag whose fields are known here: no schema passes in another unseen."""
+_FREE_KINDS = frozenset(
+    {
+        "any_text", "any_tokens", "dispatch", "exclude_token", "grammar", "qwen_xml_parameter",
+        "regex", "token_dispatch", "token_triggered_tags", "triggered_tags",
+    }
+)  # fmt: skip
+"""Those that let text come that is not JSON's."""
 _PLACE = re.compile(r"^\[[\d:]+\]\s+\S+\.\w+:\d+:\s*")
 
 
@@ -108,7 +124,14 @@ class _TagChecker:
 
     def source(self, tag: Any) -> GrammarSource:
         """The checked tag."""
-        text = json.dumps(self._checked(tag, 0))
+        if not isinstance(tag, dict) or tag.get("type") != "structural_tag":
+            raise RequestError('expected a structural tag with "type": "structural_tag".')
+        if "format" not in tag or "structures" in tag:
+            raise RequestError(
+                'expected the "format" of a structural tag; its former "structures" are not taken.'
+            )
+        checked = {"type": "structural_tag", "format": self._checked(tag["format"], 1)}
+        text = json.dumps(checked)
         return GrammarSource("structural_tag", text, self._is_json, tuple(sorted(self._token_ids)))
 
     def _checked(self, part: Any, depth: int) -> Any:
@@ -119,6 +142,18 @@ class _TagChecker:
         if not isinstance(part, dict):
             return part
         kind = part.get("type")
+        # The compiler guesses the type of a part that names none.
+        if not isinstance(kind, str) or kind not in _TAG_KINDS:
+            raise RequestError(
+                f"expected a known type of each part of a structural tag, found {kind!r}."
+            )
+        if kind in _FREE_KINDS:
+            self._is_json = False
+        if kind == "grammar" and part.get("syntax", "ebnf") != "ebnf":
+            # Lark's language has schemas and special tokens of its own.
+            raise RequestError("expected a grammar in EBNF in a structural tag.")
+        if kind == "qwen_xml_parameter" and "json_schema" in part:
+            return {**part, "json_schema": enforceable(part["json_schema"])}
         if kind == "json_schema" and "json_schema" in part:
             style = part.get("style", "json")
             self._is_json &= style == "json"
@@ -126,8 +161,6 @@ class _TagChecker:
             return {**spaces, **part, "json_schema": enforceable(part["json_schema"])}
         if kind == "regex":
             check_pattern(part.get("pattern"), "regex")
-        if kind in ("any_text", "regex", "grammar"):
-            self._is_json = False
         if kind == "any_text" and isinstance(part.get("excludes"), list):
             # A text that is one special token cannot come in other tokens' text; were it named
             # here, the compiler would take any bytes for text, those of special tokens too.

@@ -30,10 +30,16 @@ class Look:
         self.began_s: float | None = None
         self.took_s = 0.0
         self.error: Exception | None = None
+        self.dropped = False
+        """Nobody waits for it: where it has not begun, it need not."""
+        self.done = False
+        """Whether its thread is done with it, and was not told to give it up before."""
 
     def run(self) -> None:
         """Done in a lane's thread; nobody else touches the matcher meanwhile."""
         self.began_s = time.monotonic()
+        if self.dropped:
+            return
         try:
             if self._token_id is not None:
                 self._matcher.accept(self._token_id)
@@ -51,7 +57,9 @@ class MaskLanes:
         """`on_done` is called from a lane's thread."""
         self._on_done = on_done
         self._lanes = tuple(queue.SimpleQueue[Look | None]() for _ in range(2))
-        self._threads = 0
+        self._threads = [0, 0]
+        self._lock = threading.Lock()
+        """A look is done, or given up: never both."""
         self._given_up: set[Look] = set()
 
     @property
@@ -61,32 +69,42 @@ class MaskLanes:
 
     def submit(self, look: Look, slow: bool) -> None:
         """Queue a look."""
-        if not self._threads:
-            for _ in range(_QUICK_THREADS):
-                self._start(0)
-            for _ in range(_SLOW_THREADS):
-                self._start(1)
+        for lane, count in enumerate((_QUICK_THREADS, _SLOW_THREADS)):
+            while self._threads[lane] < count:
+                self._start(lane)
         self._lanes[slow].put(look)
 
-    def give_up(self, look: Look, slow: bool) -> None:
-        """A running look that nobody waits for any more: another thread takes its place."""
-        self._given_up.add(look)
-        self._start(int(slow))
+    def give_up(self, look: Look, slow: bool) -> bool:
+        """A running look that nobody waits for any more: another thread takes its place.
+
+        False where it is done already: its news is there, or will be at once.
+        """
+        with self._lock:
+            if look.done:
+                return False
+            try:
+                self._start(int(slow))
+            except RuntimeError:
+                return True  # no more threads can be had: this one keeps its place
+            self._given_up.add(look)
+        return True
 
     def close(self) -> None:
         """The threads end when they are done with what they do."""
         for lane in self._lanes:
-            for _ in range(self._threads):
+            for _ in range(sum(self._threads)):
                 lane.put(None)
 
     def _start(self, lane: int) -> None:
-        self._threads += 1
         threading.Thread(target=self._work, args=(lane,), name="masks", daemon=True).start()
+        self._threads[lane] += 1
 
     def _work(self, lane: int) -> None:
         while (look := self._lanes[lane].get()) is not None:
             look.run()
-            if look in self._given_up:
-                self._given_up.discard(look)
-                return  # another thread has its place
+            with self._lock:
+                if look in self._given_up:
+                    self._given_up.discard(look)
+                    return  # another thread has its place
+                look.done = True
             self._on_done(look)

@@ -42,7 +42,7 @@ class EngineSettings(ConfigModel):
     seed: int = 0
     """Seeds the sequences whose request names no seed."""
     structure_compile_s: float = Field(default=5.0, gt=0)
-    """Seconds that compiling the structure of a request (JSON schema, expression, grammar) may
+    """Processor seconds that compiling the structure of a request (JSON schema, grammar) may
     take before the request is refused."""
     structure_token_s: float = Field(default=2.0, gt=0)
     """Seconds that finding the tokens which a structure allows next may take before the request

@@ -68,6 +68,8 @@ class Structures:
         self._inbox: queue.SimpleQueue[Grammar | Look] = queue.SimpleQueue()
         self._lanes = MaskLanes(self._inbox.put)
         self._bound: dict[int, _Bound] = {}
+        self._abandoned: list[tuple[Look, bool]] = []
+        """Looks of sequences that left, and whether in the slow lane: they may hold a thread."""
         self.cache = GrammarCache(
             model_dir,
             vocab_size,
@@ -110,6 +112,9 @@ class Structures:
     def leave(self, sequence: Sequence) -> bool:
         """Forget a sequence that ends. True where the batcher never had it."""
         bound = self._bound.pop(sequence.sequence_id, None)
+        if bound is not None and bound.look is not None:
+            bound.look.dropped = True
+            self._abandoned.append((bound.look, bound.slow))
         return bound is not None and not bound.queued
 
     def settle(self, others_run: bool) -> Settled:
@@ -118,13 +123,14 @@ class Structures:
         `others_run`: whether a step would do anything without structured sequences.
         """
         settled = Settled()
-        if not self._bound:
+        if not (self._bound or self._abandoned):
             return settled
         deadline = time.monotonic() + _PATIENCE_S
         while self._take(settled, deadline - time.monotonic() if self._is_held else 0.0):
             continue
         idle = not (others_run or settled.ready or settled.finished or settled.failed)
-        if idle and all(b.look is not None or not b.queued for b in self._bound.values()):
+        held = all(b.look is not None or not b.queued for b in self._bound.values())
+        if self._bound and idle and held:
             self._take(settled, _IDLE_S)
         self._expire(settled)
         return settled
@@ -159,10 +165,14 @@ class Structures:
         if grammar.error is not None or grammar.source is None:
             self._fail(bound, grammar.error or CoterieError("a grammar is missing"), settled)
             return
-        bound.matcher = self.cache.factory.matcher(
-            grammar.compiled, grammar.source, bound.state.end_ids
-        )
-        self._look(bound, bound.matcher, None)
+        try:
+            bound.matcher = self.cache.factory.matcher(
+                grammar.compiled, grammar.source, bound.state.end_ids
+            )
+            self._look(bound, bound.matcher, None)
+        # Whatever it is, it must not end the step of all the others.
+        except Exception as error:
+            self._fail(bound, error, settled)
 
     def _look(self, bound: _Bound, matcher: StructureMatcher, token_id: int | None) -> None:
         bound.sequence.held = True
@@ -188,17 +198,27 @@ class Structures:
                 settled.ready.append(bound.sequence)
 
     def _expire(self, settled: Settled) -> None:
-        now = time.monotonic()
+        self._abandoned = [
+            (look, slow)
+            for look, slow in self._abandoned
+            if not (look.done or (self._is_late(look) and self._lanes.give_up(look, slow)))
+        ]
         for bound in list(self._bound.values()):
             look = bound.look
-            if look is None or look.began_s is None or now - look.began_s < self._token_limit_s:
-                continue  # its time runs from when a thread took it
-            self._lanes.give_up(look, bound.slow)
+            if look is None or not self._is_late(look):
+                continue
+            if not self._lanes.give_up(look, bound.slow):
+                continue  # it came just now: its news is for the next take
             error = RequestError(
                 f"The structure asked for takes more than {self._token_limit_s:g} s a token; use a "
                 "simpler one."
             )
             self._fail(bound, error, settled)
+
+    def _is_late(self, look: Look) -> bool:
+        # Its time runs from when a thread took it.
+        began_s = look.began_s
+        return began_s is not None and time.monotonic() - began_s >= self._token_limit_s
 
     @staticmethod
     def _fail(bound: _Bound, error: Exception, settled: Settled) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -28,24 +29,28 @@ class EvictionRules:
     """
 
     def __init__(
-        self, policy: Policy, num_layers: int, num_experts: int, hysteresis: float = 0.0
+        self,
+        policy: Policy,
+        num_layers: int,
+        num_experts: int | Sequence[int],
+        hysteresis: float = 0.0,
     ) -> None:
+        """`num_experts` of each layer, or of all of them."""
+        by_layer = [num_experts] * num_layers if isinstance(num_experts, int) else num_experts
+        num_experts = max(by_layer)
         self.policy = policy
         self.returns = 0
         """Experts that were read again within RETURNED_WITHIN touches of their eviction."""
-        self._spared_from = hysteresis / num_experts
-        scored = num_layers if hysteresis > 0 else 0
+        self._spared_from = [hysteresis / number for number in by_layer]
+        self.wants_weights = hysteresis > 0
+        """Whether `touch` looks at the router's weights."""
+        scored = num_layers if self.wants_weights else 0
         self._scores: FloatArray = np.zeros((scored, num_experts), np.float32)
         self._share: FloatArray = np.zeros(num_experts, np.float32)
         self._touches = [0] * num_layers
         self._num_experts = num_experts
         self._gone: list[list[int]] = [[] for _ in range(num_layers)]
         """By layer: touch * experts + expert of the last evictions."""
-
-    @property
-    def wants_weights(self) -> bool:
-        """Whether `touch` looks at the router's weights."""
-        return self._spared_from > 0
 
     def touch(
         self,
@@ -61,7 +66,7 @@ class EvictionRules:
         """
         self._touches[layer] += 1
         self.policy.touch(layer, experts, counts, tokens)
-        if self._spared_from > 0:
+        if self.wants_weights:
             given = counts if weights is None else weights
             total = float(np.add.reduce(given))
             kept = SCORE_DECAY**tokens
@@ -75,8 +80,8 @@ class EvictionRules:
 
     def victims(self, layer: int, candidates: IntArray, number: int) -> IntArray:
         """As `Policy.victims`, the spared ones last."""
-        if self._spared_from > 0 and number > 0:
-            spared = self._scores[layer].take(candidates) >= self._spared_from
+        if self.wants_weights and number > 0:
+            spared = self._scores[layer].take(candidates) >= self._spared_from[layer]
             if spared.any():
                 first = self.policy.victims(layer, candidates[~spared], number)
                 if first.size == number:

@@ -103,8 +103,14 @@ class Forecaster:
         own = self._transitions.nbytes + self._prompts.nbytes + 4 * self._asked_here.nbytes
         return own + 2 * everyone + self._labels.num_labels * everyone
 
-    def begin_step(self, parts: Iterable[SequencePart] = (), label: Hashable = None) -> None:
-        """The sequences that pass in this step, and the domain or session they have in common."""
+    def begin_step(
+        self, parts: Iterable[SequencePart] = (), label: Hashable = None, in_order: bool = False
+    ) -> None:
+        """The sequences that pass in this step, and the domain or session they have in common.
+
+        `in_order`: they pass layer by layer. How their prompts begin is kept for later steps, and
+        no prompt is learned from: nothing says that a layer is asked once for the whole of one.
+        """
         self._steps += 1
         self._label = label
         first_ids: list[int] = []
@@ -118,9 +124,8 @@ class Forecaster:
                 first_ids += self._first_ids.get(part.sequence_id, ())
         while len(self._first_ids) > _SEQUENCES_REMEMBERED:
             self._first_ids.popitem(last=False)
-        self._buckets = (
-            self._prompts.buckets(tuple(dict.fromkeys(first_ids))) if first_ids else None
-        )
+        known = first_ids and not in_order
+        self._buckets = self._prompts.buckets(tuple(dict.fromkeys(first_ids))) if known else None
         self._only_prompt = alone and count == 1
 
     def wants_gate(self, layer: int, tokens: int) -> bool:

@@ -40,6 +40,8 @@ class OrderedPass:
         self._experts = experts
         self._displaced = 0
         """Slots whose expert is still to come and has to be read for it."""
+        if layer == 0:
+            pool.read_early.clear()  # of a pass that broke off
         early = set(pool.read_early.pop(layer, ()))
         self._brought = early.intersection(experts.tolist())
         """Experts whose bytes were read for this pass, until they are computed."""
@@ -48,6 +50,13 @@ class OrderedPass:
         all: the first to leave."""
 
     def __iter__(self) -> Generator[IntArray, None, None]:
+        self._pool.in_ordered_pass = True
+        try:
+            yield from self._one_by_one()
+        finally:
+            self._pool.in_ordered_pass = False
+
+    def _one_by_one(self) -> Generator[IntArray, None, None]:
         states = self._pool.residency.states
         for at in range(self._experts.size):
             one = self._experts[at : at + 1]

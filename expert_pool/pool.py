@@ -66,7 +66,7 @@ class ExpertPool:
             EvictionRules(
                 make_policy(settings.policy, len(layers), num_experts),
                 len(layers),
-                num_experts,
+                [layer.num_experts for layer in layers],
                 settings.hysteresis,
             ),
             self.device,
@@ -93,6 +93,10 @@ class ExpertPool:
         runners that pass a step in several calls, put back to 0 by `begin_step`."""
         self.read_early: dict[int, list[int]] = {}
         """By layer: experts that the ordered pass of the layer before has had read."""
+        self.in_ordered_pass = False
+        """Whether an ordered pass has begun and is not over; it may last for several steps."""
+        self._awaited: dict[tuple[int, int], int] = {}
+        """Demand misses by (layer, expert) of which it is not known yet who serves them."""
         self.projection_values = [_projection_values(layer) for layer in layers]
         """Values of one expert's up and down projections, by layer."""
         self.observer: Callable[[int, torch.Tensor], None] | None = None
@@ -132,10 +136,11 @@ class ExpertPool:
         if self.read_ahead is not None:
             self.read_ahead.attach(model)
 
-    def begin_step(self, parts: Iterable[SequencePart] = ()) -> None:
+    def begin_step(self, parts: Iterable[SequencePart] = (), in_order: bool = False) -> None:
         """Start counting a step; preloads that came in since the last one count with it.
 
         `parts`, if known, are what passes in it: what they use can be foreseen a little.
+        `in_order`: they pass layer by layer, where nothing is to be foreseen.
         """
         self._take_in(self._store.finished(wait=False))
         self.row_offset = 0
@@ -143,13 +148,16 @@ class ExpertPool:
         self._failed_rows.clear()
         self._step += 1
         if self.read_ahead is not None:
-            self.read_ahead.begin_step(parts)
+            self.read_ahead.begin_step(parts, in_order)
 
     def end_step(self) -> PoolStepStats:
         """What the step cost. Raises ResidencyViolation if an expert is still pinned."""
         self._take_in(self._store.finished(wait=False))
         if self.residency.states.pins.any():
             raise ResidencyViolation("experts are still pinned at the end of a step")
+        if self._awaited and not self.in_ordered_pass:
+            self.stats.disk_misses += sum(self._awaited.values())  # barred, or the step broke off
+            self._awaited.clear()
         stats, self.stats = self.stats, PoolStepStats()
         stats.evictions = self.residency.evictions - self._evictions_before
         self._evictions_before = self.residency.evictions
@@ -204,7 +212,11 @@ class ExpertPool:
             resident = self.residency.states.is_resident(layer, active)
             hits = int(np.count_nonzero(resident if new is None else resident[new]))
             stats.demand_hits += hits
-            stats.demand_misses += number - hits
+            if hits < number:
+                stats.demand_misses += number - hits
+                missing = active[~resident] if new is None else active[new[~resident[new]]]
+                for expert in missing.tolist():
+                    self._awaited[layer, expert] = self._awaited.get((layer, expert), 0) + 1
             if not has_slots_for_all:
                 self._keeper.demanded(layer, active, used, tokens, active[~resident], weights)
         if self.read_ahead is not None:
@@ -233,10 +245,27 @@ class ExpertPool:
     def move_quota(self, from_ordinal: int, to_ordinal: int, slots: int = 1) -> None:
         """Hand slots of one layer to another of equal shape, between steps.
 
+        Waits for reads of these two layers that have begun or are demanded. Their preloads are
+        called off, and queued again where there is room; prefetched ones are not.
         Raises BudgetError where a layer would have fewer slots than top_k or more than experts.
         """
-        self.settle()
-        self.residency.move_quota(from_ordinal, to_ordinal, slots)
+        pair = (from_ordinal, to_ordinal)
+        preloads = [at for at, load in self._loads.items() if load.priority == PRELOAD]
+        for layer in pair:
+            self.call_off_preloads(layer)
+        while any(layer in pair for layer, _ in self._loads):
+            self.collect(wait=True)
+        try:
+            self.residency.move_quota(from_ordinal, to_ordinal, slots)
+        finally:
+            for layer, expert in preloads:
+                if (
+                    self.residency.states.state[layer, expert] == State.UNLOADED
+                    and layer in pair
+                    and self.residency.num_free(layer)
+                ):
+                    for _, slot in self.residency.admit(layer, [expert]):
+                        self.submit(layer, expert, slot, PRELOAD)
 
     def preload(self, experts: Sequence[tuple[int, int]]) -> None:
         """Begin to read (layer, expert) pairs while nothing else is to be read, first ones first.
@@ -345,6 +374,11 @@ class ExpertPool:
             self.stats.bytes_read += load.full_reads * load.record_bytes
             self.stats.host_records += load.from_host
             self.stats.host_bytes += load.from_host * load.record_bytes
+            if self._awaited and (misses := self._awaited.pop((load.layer, load.expert), 0)):
+                if load.from_host and load.error is None:
+                    self.stats.host_misses += misses
+                else:
+                    self.stats.disk_misses += misses
             if self.read_ahead is not None:
                 self.read_ahead.came(load)
             if load.error is not None:

@@ -113,12 +113,14 @@ class Prefetcher:
         """Layers between the one that computes and the one that is read for."""
         return self.forecaster.distance
 
-    def begin_step(self, parts: Iterable[SequencePart] = (), label: Hashable = None) -> None:
-        """The sequences that pass in this step, and the domain or session they have in common."""
+    def begin_step(
+        self, parts: Iterable[SequencePart] = (), label: Hashable = None, in_order: bool = False
+    ) -> None:
+        """As `Forecaster.begin_step`."""
         self._steps += 1
         self._last_layer = None
         self._step_began = self._clock()
-        self.forecaster.begin_step(parts, label)
+        self.forecaster.begin_step(parts, label, in_order)
         self._adjust_distance()
 
     def end_step(self, stall_s: float) -> PrefetchStats:
@@ -155,13 +157,14 @@ class Prefetcher:
         self._drop_the_gone(layer, states)
         here = states[experts] == State.RESIDENT
         missing = experts.size - int(np.count_nonzero(here))
-        useful, in_vain = 0, []
+        useful, late, in_vain = 0, 0, []
         if self._open[layer]:
             asked = set(experts.tolist())
             for expert in self._open[layer] & asked:
                 self._end_well(layer, expert)
                 # One that is still on its way is missing too, and counts once.
                 useful += expert not in self._under_way[layer]
+            late = len(self._under_way[layer] & asked)
             in_vain = sorted(self._under_way[layer] - asked)
         if self._displaced[layer]:
             regretted = len(self._displaced[layer].intersection(experts[~here].tolist()))
@@ -169,7 +172,6 @@ class Prefetcher:
             self._cost(layer, regretted, 1.0)
             self._allowance -= regretted * self._record_bytes[layer]
             self._displaced[layer].clear()
-        late = int(np.count_nonzero(states[experts] == State.LOADING))
         self._useful = (useful + late, missing - late, experts.size)
         if not again:
             self._widths[layer] = experts.size

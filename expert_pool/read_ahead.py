@@ -11,7 +11,7 @@ import torch
 from core.step import PrefetchStats, SequencePart
 from expert_pool.next_gate import NextGate, as_scores
 from expert_pool.prefetch import Prefetcher
-from expert_pool.store import PREFETCH, Load
+from expert_pool.store import PREFETCH, PRELOAD, Load
 from expert_pool.tables import IntArray
 
 if TYPE_CHECKING:
@@ -41,10 +41,10 @@ class ReadAhead:
         )
         self.prefetcher = self._new_prefetcher()
 
-    def begin_step(self, parts: Iterable[SequencePart]) -> None:
-        """The sequences that pass in this step."""
+    def begin_step(self, parts: Iterable[SequencePart], in_order: bool = False) -> None:
+        """The sequences that pass in this step; `in_order`: layer by layer."""
         self._gate = None
-        self.prefetcher.begin_step(parts)
+        self.prefetcher.begin_step(parts, in_order=in_order)
 
     def end_step(self, stall_s: float) -> PrefetchStats:
         """What came of it in the step, in which reads were awaited for `stall_s` seconds."""
@@ -105,7 +105,7 @@ class ReadAhead:
         """A load is over, one way or the other."""
         if load.error is not None:
             self.prefetcher.failed(load.layer, load.expert)
-        else:
+        elif load.priority != PRELOAD:  # of those it is not known whether they are of use
             self.prefetcher.came(load.layer, load.expert, load.record_bytes)
 
     def _new_prefetcher(self) -> Prefetcher:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import queue
 import threading
 import time
@@ -30,6 +31,8 @@ _log = logging.getLogger(__name__)
 DEMAND = 0
 PREFETCH = 1
 PRELOAD = 2
+KEEP_REST_S = 60.0
+"""So long the host tier is given nothing more after it could not keep an expert."""
 _ATTEMPTS = 2
 """A failed read or checksum is tried once more before the expert is quarantined."""
 
@@ -77,6 +80,8 @@ class ExpertStore:
         keeps what that read.
         """
         self._host_tier = host_tier
+        self._keep_from_s = -math.inf
+        self._keep_failed = False
         self._index = index
         self._reader = reader
         self._expected_digest = expected_digest
@@ -222,11 +227,21 @@ class ExpertStore:
         """Gives the host tier what was just read, after the load was handed over."""
         if self._host_tier is None or load.error is not None or load.from_host:
             return
+        if time.monotonic() < self._keep_from_s:
+            return
         image = workspace.pinned(load.slot.numel()).numpy()
         try:
             self._host_tier.keep(load.layer, load.expert, image, load.digest)
         except Exception as error:  # a reader must live on, and the expert is served already
-            _log.warning("the host tier cannot keep an expert: %s", error)
+            with self._lock:
+                self._keep_from_s = time.monotonic() + KEEP_REST_S
+                said, self._keep_failed = self._keep_failed, True
+            if not said:
+                _log.warning(
+                    "the host tier cannot keep an expert: %s; it is tried again every %.0f s",
+                    error,
+                    KEEP_REST_S,
+                )
 
 
 def _copy(host: torch.Tensor, load: Load) -> None:

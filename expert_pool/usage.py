@@ -6,9 +6,13 @@ add to one file; it is replaced as a whole, so a full disk or a crash leaves the
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import logging
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -27,6 +31,8 @@ _log = logging.getLogger(__name__)
 HALF_LIFE_TOKENS: Final = 50_000.0
 SAVE_EVERY_S: Final = 60.0
 _POLL_S: Final = 0.002
+_PATIENCE_S: Final = 0.5
+"""How long a replica waits for another one that is saving."""
 
 
 class Usage:
@@ -65,12 +71,12 @@ class Usage:
         fresh = loads - self._saved
         if not fresh.any():
             return
-        known = self._load() or Popularity(loads.shape[0], loads.shape[1], HALF_LIFE_TOKENS)
-        for layer, number in enumerate(self._num_experts):
-            tokens = int(fresh[layer].sum()) // self._top_k[layer]
-            known.add(layer, np.arange(number), fresh[layer, :number], tokens)
         try:
-            known.save(self.path, self._content_key)
+            with self._my_turn() as mine:
+                if not mine:
+                    _log.warning("%s is being written by another process: next time", self.path)
+                    return
+                self._add(fresh)
         except OSError as error:
             _log.warning(
                 "%s cannot be written (%s): a new replica will start without knowing which "
@@ -81,6 +87,26 @@ class Usage:
             return
         self._saved = loads.copy()
 
+    def _add(self, fresh: IntArray) -> None:
+        known = self._load() or Popularity(fresh.shape[0], fresh.shape[1], HALF_LIFE_TOKENS)
+        for layer, number in enumerate(self._num_experts):
+            tokens = int(fresh[layer].sum()) // self._top_k[layer]
+            known.add(layer, np.arange(number), fresh[layer, :number], tokens)
+        known.save(self.path, self._content_key)
+
+    @contextlib.contextmanager
+    def _my_turn(self) -> Iterator[bool]:
+        """Replicas take turns by a lock beside the file, as that is replaced.
+
+        True also where the file system knows no locks. Waits for a short time only.
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        lock = os.open(self.path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            yield _taken(lock, time.monotonic() + _PATIENCE_S)
+        finally:
+            os.close(lock)  # and with it the turn
+
     def _load(self) -> Popularity | None:
         if not is_there(self.path):
             return None
@@ -90,6 +116,20 @@ class Usage:
             _log.warning("%s; it is made anew", error)
             return None
         return found if found.counts.shape == self._saved.shape else None
+
+
+def _taken(lock: int, until_s: float) -> bool:
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                return True
+            if time.monotonic() > until_s:
+                return False
+            time.sleep(_POLL_S)
+        else:
+            return True
 
 
 def warm_up(pool: ExpertPool, limit_s: float) -> float:

@@ -52,7 +52,10 @@ def test_the_host_tier_is_part_of_the_plan(memory):
     everything = plan.shape.all_experts_bytes
     expected = {"off": 0, "auto": 0, 4096: 4096}.get(memory, everything)
     assert plan.host_bytes == expected, "auto: with a slot for each, none is read twice"
-    assert ("page cache" in describe(plan)) == bool(expected)
+    assert "not needed" in describe(plan)
+    some = settings(pool={"host_memory": memory, "expert_memory": "50%"})
+    described = describe(check_model(some, DEMO_MODEL))
+    assert ("page cache" in described) == (memory != "off")
 
 
 def test_experts_that_do_not_fit_slots_stay_in_the_page_cache_where_there_is_room():

@@ -76,3 +76,11 @@ def test_keys_are_made_and_hashed(capsys, monkeypatch):
     with pytest.raises(SystemExit):
         main(["admin", "keys", "hash"])
     assert capsys.readouterr().out.strip() == digest_text(key)
+
+
+def test_another_process_under_the_same_id_is_no_service(place):
+    with recorded(ADDRESS, URL):
+        (path,) = place.iterdir()
+        (found,) = running_services()
+        path.write_bytes(msgspec.json.encode(msgspec.structs.replace(found, created_s=1.0)))
+        assert running_services() == [] and not path.exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ from fastapi.routing import APIRoute
 from deployments.access import OPEN_ROUTES
 from deployments.api_keys import digest_text
 from deployments.http_api import make_http_api
+from deployments.request_log import RequestLog
 from deployments.settings import ServingSettings
 from tests.serving import fake_engines
 from tests.serving.http_client import DONE, events, post
@@ -353,3 +355,26 @@ def test_the_log_has_bodies_when_that_is_asked_for(folder: Path, tmp_path: Path)
     (file,) = tmp_path.glob("requests-*.jsonl")
     (line,) = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     assert json.loads(line["body"])["prompt"] == "pineapple"
+
+
+def test_log_files_are_their_owners_and_those_of_the_long_dead_go(tmp_path: Path) -> None:
+    dead = 2**22 + 1
+    for age in range(12):
+        for suffix in ("", ".1"):
+            path = tmp_path / f"requests-{dead + age}.jsonl{suffix}"
+            path.write_text("old")
+            os.utime(path, (10_000 - age, 10_000 - age))
+    mine = tmp_path / f"requests-{os.getpid()}.jsonl"
+    mine.write_text("")
+    living = tmp_path / f"requests-{os.getppid()}.jsonl"
+    other = tmp_path / "requests-of-mine.jsonl"
+    for path in (living, other):
+        path.write_text("keep")
+        os.utime(path, (1, 1))
+    RequestLog(tmp_path).write({"label": "世"})
+    assert mine.stat().st_mode & 0o777 == 0o600
+    assert json.loads(mine.read_bytes().decode("utf-8")) == {"label": "世"}
+    left = {path.name for path in tmp_path.iterdir()} - {mine.name, living.name, other.name}
+    assert living.exists() and other.exists()
+    names = [f"requests-{dead + age}.jsonl" for age in range(8)]
+    assert left == {*names, *(f"{name}.1" for name in names)}

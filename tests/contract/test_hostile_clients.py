@@ -5,8 +5,10 @@ Found by trying to break a running service; each test is named after what is rig
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -106,6 +108,8 @@ def test_an_error_does_not_give_a_huge_name_back(server: LocalServer) -> None:
         (TEXT, {"prompt": ["fine", "a" * 2_000_000]}),
         (CHAT, {"messages": [{"role": "user", "content": "abc de " * 300_000}]}),
         (CHAT, {"messages": [{"role": "user", "content": "abc de " * 500}] * 600}),
+        ("/tokenize", {"prompt": "abc de " * 300_000}),
+        ("/tokenize", {"messages": [{"role": "user", "content": "abc de " * 300_000}]}),
     ],
 )
 def test_a_text_far_longer_than_the_context_is_not_tokenised_whole(
@@ -125,11 +129,12 @@ def test_a_text_far_longer_than_the_context_is_not_tokenised_whole(
             return getattr(whole, name)
 
     worker._tokenizer = Watched()  # type: ignore[assignment]
-    answer = post(server.url, path, {"model": MODEL, "max_tokens": 2, **body})
+    limit = {} if path == "/tokenize" else {"max_tokens": 2}
+    answer = post(server.url, path, {"model": MODEL, **limit, **body})
     error = answer.json()["error"]
     assert (answer.status_code, error["code"]) == (400, "context_length_exceeded")
-    assert error["param"] == ("prompt" if path == TEXT else "messages")
-    for word in ("tokens", "max_tokens is 2", "512"):
+    assert error["param"] == ("prompt" if "prompt" in body else "messages")
+    for word in ("tokens", "max_tokens is 2" if limit else "limit", "512"):
         assert word in error["message"]
     assert max(lengths) <= 16 * 512
     check_alive(server)
@@ -218,3 +223,26 @@ def test_what_a_drain_ends_ends_in_the_engine_too(server: LocalServer) -> None:
     while any(server.status()[name] for name in GAUGES) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert {name: server.status()[name] for name in GAUGES} == dict.fromkeys(GAUGES, 0)
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
+def test_nobody_goes_on_with_tokens_for_a_client_that_left(server: LocalServer, path: str) -> None:
+    begun, ended = threading.Event(), threading.Event()
+
+    async def slow(body: bytes) -> dict[str, Any]:
+        begun.set()
+        try:
+            await asyncio.sleep(30)
+        finally:
+            ended.set()
+        return {}
+
+    setattr(server.gateway, path[1:], slow)
+    address = urlsplit(server.url)
+    with socket.create_connection((address.hostname, address.port)) as client:
+        client.sendall(
+            f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            "content-length: 2\r\n\r\n{}".encode()
+        )
+        assert begun.wait(10)
+    assert ended.wait(10)

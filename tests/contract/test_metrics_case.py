@@ -55,6 +55,10 @@ def test_m21_hits_by_tier_prefetched_bytes_and_residents(server: LocalServer) ->
     # Six layers; a decode step asks four experts of each.
     assert accesses["slot"] > 0 and accesses["host"] + accesses["disk"] > 0
     assert sum(accesses.values()) >= 6 * 4 * 23
+    # Whatever was read ahead, each expert asked for came from one tier.
+    missed = grown["coterie_expert_misses_total"]
+    assert accesses["host"] + accesses["disk"] == missed
+    assert sum(accesses.values()) == accesses["slot"] + missed
     assert 0 < after["coterie_experts_resident"] <= 0.4 * 6 * 32 + 6
     for outcome in ("useful", "wasted"):
         assert after[f"coterie_prefetch_bytes_total:outcome={outcome}"] >= 0

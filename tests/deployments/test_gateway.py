@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -16,7 +17,8 @@ from core.errors import EngineUnavailableError, OverloadedError
 from deployments.gateway import EventStream, Gateway
 from deployments.rank_channel import RankInfo
 from deployments.settings import ServingSettings
-from deployments.supervisor_client import translated
+from deployments.shared_limits import SharedLimits
+from deployments.supervisor_client import SupervisorClient, translated
 from deployments.text_delta import Batch, Generation, TextDelta
 from tests.serving.tiny_model_folder import make_folder
 
@@ -152,3 +154,55 @@ def test_serve_can_call_the_builder_with_yaml(tmp_path: Path) -> None:
     folder = tmp_path / "my_model"
     folder.mkdir()
     assert model_name(Settings(model=str(folder))) == "my_model"
+
+
+def test_of_several_prompts_all_are_started_or_none(folder: Path) -> None:
+    class Second(Replica):
+        calls = 0
+
+        def generate(self, generation: Generation) -> Replica:
+            self.calls += 1
+            if self.calls == 2:
+                raise EngineUnavailableError("gone")
+            return self
+
+    replica = Second((HELLO,))
+    front = gateway(folder, replica)
+    with pytest.raises(EngineUnavailableError):
+        asyncio.run(front.completion(b'{"model": "tiny", "prompt": ["a", "b"]}'))
+    assert replica.cancelled == 1 and front.status()["open_requests"] == 0
+
+
+class Handle:
+    """A Serve handle whose calls raise at once, or when their answer is awaited."""
+
+    def __init__(self, error: Exception, at_once: bool) -> None:
+        self.error = error
+        self.at_once = at_once
+
+    def options(self, **_: object) -> Handle:
+        return self
+
+    def remote(self, *_: object) -> Awaitable[object]:
+        if self.at_once:
+            raise self.error
+        return self.answer()
+
+    async def answer(self) -> object:
+        raise self.error
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize(
+    "error",
+    [grpc.RpcError(), DeploymentUnavailableError("d"), BackPressureError(1, 1), TimeoutError()],
+)
+def test_limits_that_cannot_be_asked_and_a_model_that_is_away_are_unavailable(
+    error: Exception, at_once: bool
+) -> None:
+    handle: Any = Handle(error, at_once)
+    with pytest.raises(EngineUnavailableError, match="limits cannot be checked"):
+        asyncio.run(SharedLimits(handle).counts())
+    if not isinstance(error, TimeoutError):
+        with pytest.raises((EngineUnavailableError, OverloadedError)):
+            asyncio.run(SupervisorClient(handle).info(1.0))

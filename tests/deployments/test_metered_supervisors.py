@@ -5,14 +5,15 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from core.errors import OverloadedError
+from core.errors import EngineUnavailableError, OverloadedError
 from core.request import Request, SamplingParams
 from deployments.exchange import CURRENT, Exchange
+from deployments.joined_streams import BatchStream
 from deployments.limits_client import Limits, LimitsClient
 from deployments.metered_supervisors import MeteredSupervisors
 from deployments.openai_errors import TenantLimitError
 from deployments.rank_channel import RankInfo
-from deployments.tenant_limits import Allowance
+from deployments.tenant_limits import Allowance, Refusal
 from deployments.text_delta import Batch, Failure, Generation, TextDelta
 
 FULL = (Failure.of(OverloadedError("full", 3.0)),)
@@ -93,5 +94,46 @@ def test_a_prompt_is_charged_before_it_is_sent_and_the_answer_as_it_comes() -> N
         with pytest.raises(TenantLimitError):
             await anext(refused)
         assert replicas.calls == 1, "a prompt over the limit never reaches a replica"
+
+    asyncio.run(run())
+
+
+def test_a_stream_given_up_while_its_prompt_is_charged_is_never_started() -> None:
+    class Waiting(Limits):
+        async def charge(self, tenant: str, tokens: int, allowance: Allowance) -> Refusal | None:
+            stream.cancel()
+            return await super().charge(tenant, tokens, allowance)
+
+    stream: BatchStream
+    replicas = Replicas((DONE,))
+    exchange = Exchange("POST", "/", None)
+
+    async def run() -> None:
+        nonlocal stream
+        client = LimitsClient(Waiting(), "g")
+        exchange.lease = await client.lease("a", Allowance(tokens_per_minute=8))
+        CURRENT.set(exchange)
+        stream = MeteredSupervisors(replicas).generate(GENERATION)
+        assert [batch async for batch in stream] == []
+        assert [batch async for batch in stream] == []
+        assert (await client.counts())["a"]["at_once"] == 0
+
+    asyncio.run(run())
+    assert replicas.calls == 0 and exchange.open_streams == 0
+
+
+def test_a_refused_charge_is_the_error_of_its_exchange() -> None:
+    class Away(Limits):
+        async def charge(self, tenant: str, tokens: int, allowance: Allowance) -> Refusal | None:
+            raise EngineUnavailableError("away")
+
+    async def run() -> None:
+        client = LimitsClient(Away(), "g")
+        exchange = Exchange("POST", "/", None)
+        exchange.lease = await client.lease("a", Allowance(tokens_per_minute=8))
+        CURRENT.set(exchange)
+        with pytest.raises(EngineUnavailableError):
+            await anext(MeteredSupervisors(Replicas((DONE,))).generate(GENERATION))
+        assert exchange.error == "engine_unavailable"
 
     asyncio.run(run())

@@ -22,7 +22,9 @@ def step(hits: int, disk: int, host: int) -> StepStats:
     pool = PoolStepStats(
         demand_hits=hits,
         demand_misses=disk + host,
-        records_read=disk,
+        disk_misses=disk,
+        host_misses=host,
+        records_read=disk + 7,  # with those that were read ahead
         bytes_read=disk * 100,
         host_records=host,
         host_bytes=host * 100,

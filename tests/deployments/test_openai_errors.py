@@ -6,7 +6,14 @@ import pytest
 
 from core import errors
 from core.errors import CoterieError, EngineUnavailableError, OverloadedError, RequestError
-from deployments.openai_errors import TABLE, ContextLengthError, envelope, exception_of, kind_of
+from deployments.openai_errors import (
+    TABLE,
+    ContextLengthError,
+    TenantLimitError,
+    envelope,
+    exception_of,
+    kind_of,
+)
 from deployments.text_delta import Failure
 
 OURS = [
@@ -44,7 +51,12 @@ def test_retry_after_is_whole_seconds() -> None:
 
 @pytest.mark.parametrize(
     "error",
-    [RequestError("no", "n"), OverloadedError("full", 7.0), EngineUnavailableError("gone")],
+    [
+        RequestError("no", "n"),
+        OverloadedError("full", 7.0),
+        TenantLimitError("spent", 9.0),
+        EngineUnavailableError("gone"),
+    ],
 )
 def test_a_failure_stands_for_the_exception_it_was_made_of(error: CoterieError) -> None:
     back = exception_of(Failure.of(error))

@@ -66,7 +66,7 @@ def test_what_was_really_generated_counts_and_a_long_prompt_passes_alone() -> No
     assert limits.charge("a", 500, allowance) is None, "more than a minute's worth, but alone"
     limits.report([Use("1", "a", 40)])
     assert limits.counts()["a"]["tokens"] == 540
-    limits.report([Use("1", "a", 60, ended=True)])
+    limits.report([Use("1", "a", 100, ended=True)])
     assert limits.counts()["a"] == {"requests": 1, "tokens": 600, "at_once": 0}
     assert limits.acquire("2", "a", allowance) is not None
     clock.now_s += 61
@@ -152,5 +152,57 @@ def test_what_could_not_be_reported_is_reported_later(monkeypatch: pytest.Monkey
         while (await client.counts())["a"]["at_once"]:
             await asyncio.sleep(0.01)
         assert (await client.counts())["a"]["tokens"] == 8
+
+    asyncio.run(run())
+
+
+def test_a_report_that_comes_twice_or_late_is_counted_once() -> None:
+    clock = Clock()
+    limits = TenantLimits(clock)
+    limits.acquire("1", "a", Allowance(tokens_per_minute=100))
+    for tokens in (3, 3, 5, 3):
+        limits.report([Use("1", "a", tokens)])
+    assert limits.counts()["a"]["tokens"] == 5
+    for _ in range(2):
+        limits.report([Use("1", "a", 9, ended=True)])
+    limits.report([Use("1", "a", 7)])
+    assert limits.counts()["a"] == {"requests": 1, "tokens": 9, "at_once": 0}
+    after = TenantLimits(clock)
+    after.report([Use("1", "a", 9, acknowledged=7)])
+    assert after.counts()["a"]["tokens"] == 2, "a restart charges no stream from its beginning"
+    clock.now_s += LEASE_S
+    after.report([Use("1", "a", 10, acknowledged=9)])
+    assert after.counts()["a"]["tokens"] == 3, "nor does a report after too long"
+
+
+class Breaking(Limits):
+    """What it was told is counted, but the answer is an error that nobody foresaw."""
+
+    broken = 2
+
+    async def report(self, uses: list[Use]) -> None:
+        await super().report(uses)
+        self.broken -= 1
+        if self.broken >= 0:
+            raise ZeroDivisionError
+
+
+def test_no_error_of_a_report_holds_a_client_or_charges_it_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("deployments.limits_client.RENEW_S", 0.01)
+
+    async def run() -> None:
+        client = LimitsClient(Breaking(), "g")
+        for number in range(1, 4):
+            lease = await client.lease("a", Allowance(concurrency=9))
+            assert lease is not None
+            lease.produced(3)
+            await asyncio.wait_for(lease.end(), 5)
+            assert (await client.counts())["a"]["tokens"] == 3 * number
+        reporter = client._reporter
+        assert reporter is not None
+        await asyncio.wait_for(reporter, 5)
+        assert (await client.counts())["a"] == {"requests": 3, "tokens": 9, "at_once": 0}
 
     asyncio.run(run())

@@ -17,6 +17,7 @@ from engine.batcher import Batch, Batcher
 from engine.engine import Engine
 from engine.kv_pages import KvPages
 from engine.prefill_pass import activation_bytes
+from expert_pool.predictors import PROMPT_FIRST_TOKENS
 from tests.contract.test_pool_cases import PeakBytes
 from tests.engine.test_batcher import BLOCK, sequence
 from tests.engine.test_engine import TINY, request, run_all, tiny_engine, tokens_of
@@ -87,6 +88,16 @@ def test_the_answer_is_that_of_steps_with_everything_resident(family: str, prefe
     for engine in (resident, offload):
         engine.check_invariants()
         engine.close()
+
+
+def test_the_prompts_of_a_pass_are_known_to_the_steps_that_follow() -> None:
+    engine = tiny_engine("olmoe", pool={**LEAST, "prefetch": "on"})
+    long = request("long", 100, max_tokens=4)
+    engine.generate([long])
+    assert engine.pool.read_ahead is not None
+    first_ids = engine.pool.read_ahead.prefetcher.forecaster._first_ids
+    assert list(first_ids.values()) == [tuple(long.prompt_ids[:PROMPT_FIRST_TOKENS])]
+    engine.close()
 
 
 def test_a_pass_reads_each_expert_once_where_steps_read_it_for_each_part() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -106,3 +108,67 @@ def test_special_tokens_have_bytes_that_no_text_has(tmp_path: Path) -> None:
         with pytest.raises(UnicodeDecodeError):
             vocabulary.token_bytes[token].decode()
     assert vocabulary.token_bytes[267:] == (b"",) * (PADDED - 267)
+
+
+CONST = {"type": "const_string", "value": "a"}
+LEGACY = [{"begin": "<a>", "schema": {"not": {}}, "end": "</a>"}]
+
+
+def tag_of(form: Any) -> Structure:
+    return Structure("structural_tag", json.dumps({"type": "structural_tag", "format": form}))
+
+
+@pytest.mark.parametrize(
+    ("form", "said"),
+    [
+        ({"type": "qwen_xml_parameter", "json_schema": {"not": {}}}, "schema.not"),
+        ({"json_schema": {"not": {}}}, "type"),
+        ({"type": "json", "json_schema": {"type": "string"}}, "type"),
+        ({"type": ["json_schema"], "json_schema": {"not": {}}}, "type"),
+        ({"type": "tag", "begin": "<", "content": {"json_schema": {}}, "end": ">"}, "type"),
+        ({"type": "dispatch", "rules": [["a", {"json_schema": {"not": {}}}]]}, "type"),
+        ({"type": "grammar", "syntax": "lark", "grammar": 'start: %json {"not": {}}'}, "EBNF"),
+    ],
+)
+def test_no_schema_passes_in_a_structural_tag_unchecked(form: Any, said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        grammar_source(tag_of(form), ())
+
+
+@pytest.mark.parametrize(
+    "tag", [[CONST], {"format": CONST}, {"type": "structural_tag", "structures": LEGACY}]
+)
+def test_a_structural_tag_of_another_form_is_refused(tag: Any) -> None:
+    with pytest.raises(RequestError, match="structural tag"):
+        grammar_source(Structure("structural_tag", json.dumps(tag)), ())
+
+
+def test_every_known_part_of_a_structural_tag_is_taken(byte_level: MatcherFactory) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string"}}}
+    begun = {"type": "tag", "begin": "<a>", "content": CONST, "end": ["x", "y"]}
+    by_token = {**begun, "begin": {"type": "token", "token": 264}}
+    forms: list[dict[str, Any]] = [
+        CONST,
+        {"type": "json_schema", "json_schema": schema},
+        {"type": "qwen_xml_parameter", "json_schema": schema},
+        {"type": "any_text"},
+        {"type": "any_tokens"},
+        {"type": "exclude_token", "exclude_tokens": [3]},
+        {"type": "grammar", "grammar": 'root ::= "a"'},
+        {"type": "regex", "pattern": "a"},
+        {"type": "sequence", "elements": [CONST, {"type": "or", "elements": [CONST, begun]}]},
+        {"type": "triggered_tags", "triggers": ["<a"], "tags": [begun]},
+        {"type": "token_triggered_tags", "trigger_tokens": [264], "tags": [by_token]},
+        {"type": "tags_with_separator", "tags": [begun], "separator": ","},
+        {"type": "optional", "content": CONST},
+        {"type": "plus", "content": CONST},
+        {"type": "star", "content": CONST},
+        {"type": "repeat", "min": 1, "max": 2, "content": CONST},
+        {"type": "dispatch", "rules": [["b", CONST]]},
+        {"type": "token_dispatch", "rules": [[264, CONST]]},
+    ]
+    for form in forms:
+        source = grammar_source(tag_of(form), byte_level.special_texts)
+        compile_source(byte_level.compiler, source)
+        free = form["type"] in ("qwen_xml_parameter", "any_text", "any_tokens", "dispatch")
+        assert not (free and source.is_json), form

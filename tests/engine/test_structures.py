@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import queue
 import random
 import re
+import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,12 +17,15 @@ from typing import Any
 import jsonschema
 import pytest
 
-from core.errors import RequestError
+from core.errors import OverloadedError, RequestError
 from core.request import Request, SamplingParams, Structure
 from core.step import SequenceOutput
 from engine import grammar_cache
 from engine.engine import Engine
+from engine.grammar_process import GrammarProcess
 from engine.json_schema import enforceable
+from engine.mask_lanes import Look, MaskLanes
+from engine.structure_matcher import MatcherFactory, StructureMatcher
 from engine.vocabulary import Vocabulary
 from tests.engine.schema_samples import PUBLIC, random_schema
 
@@ -312,8 +319,96 @@ def test_a_compiler_that_dies_is_replaced(strict: Engine) -> None:
     for process in strict._structures.cache._processes:
         if process._process is not None:
             process._process.kill()
-    errors = [run(strict, request(f"x{i}", Structure("regex", f"x{i}"))).last for i in range(3)]
-    assert errors[-1]["x2", 0].finish_reason == "stop"
+    lasts = [run(strict, request("x", Structure("regex", "x{2}"))).last["x", 0] for _ in range(3)]
+    assert {last.error_type for last in lasts} <= {None, "OverloadedError"}
+    assert lasts[-1].finish_reason == "stop", "no verdict was to be kept"
+
+
+def test_only_what_a_structure_does_to_its_compiler_is_its_fault() -> None:
+    process = GrammarProcess(DEMO, 4096, 0.3)
+    good = Structure("regex", "a")
+    try:
+        for number, error in (
+            (signal.SIGSTOP, OverloadedError),
+            (signal.SIGKILL, OverloadedError),
+            (signal.SIGSEGV, RequestError),
+            (signal.SIGXCPU, RequestError),
+        ):
+            assert process.judge(good).kind == "regex"
+            assert process.pid is not None
+            os.kill(process.pid, number)
+            with pytest.raises(error):
+                process.judge(good)
+    finally:
+        process.close()
+
+
+def test_looks_of_requests_that_left_give_their_threads_back(
+    monkeypatch: pytest.MonkeyPatch, strict: Engine
+) -> None:
+    form = Structure("regex", "[0-9]{3}")
+    assert one(strict, form)[1] == "stop"
+    gate, began, plain = threading.Event(), [], StructureMatcher.look
+
+    def look(matcher: StructureMatcher) -> None:
+        began.append(matcher)
+        if len(began) <= 2:
+            gate.wait(30)
+        plain(matcher)
+
+    monkeypatch.setattr(StructureMatcher, "look", look)
+    lanes = strict._structures._lanes
+    before = lanes.stuck
+    try:
+        for name in ("l0", "l1", "late"):
+            strict.add(request(name, form))
+        while len(began) < 2:
+            strict.step()
+        for name in ("l0", "l1", "late"):
+            strict.cancel(name)
+        assert one(strict, form)[1] == "stop"
+        assert lanes.stuck == before + 2
+        assert len({id(matcher) for matcher in began}) == 3, "the third was not to begin"
+    finally:
+        gate.set()
+    deadline = time.monotonic() + 10
+    while lanes.stuck > before:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert one(strict, form)[1] == "stop" and not strict._structures._abandoned
+
+
+class _NoMatcher:
+    def look(self) -> None:
+        pass
+
+
+def test_a_look_is_done_or_given_up_and_never_both() -> None:
+    given_up: queue.SimpleQueue[bool] = queue.SimpleQueue()
+    lanes = MaskLanes(lambda look: given_up.put(lanes.give_up(look, slow=False)))
+    matcher: Any = _NoMatcher()
+    for i in range(20):
+        lanes.submit(Look(i, matcher, None), slow=False)
+        assert not given_up.get(timeout=10)
+    assert lanes.stuck == 0
+    lanes.close()
+
+
+def test_a_matcher_that_cannot_be_made_fails_its_request_alone(
+    monkeypatch: pytest.MonkeyPatch, strict: Engine
+) -> None:
+    form = Structure("regex", "[0-9]{3}")
+    assert one(strict, form)[1] == "stop"
+
+    def matcher(*_: Any) -> None:
+        raise MemoryError("none left")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(MatcherFactory, "matcher", matcher)
+        plain = request("plain", None, max_tokens=4, ignore_eos=True)
+        answers = run(strict, request("bad", form), plain)
+    assert answers.last["bad", 0].error == "none left" and answers.reason("plain") == "length"
+    assert one(strict, form)[1] == "stop"
 
 
 def test_the_cache_is_bounded_by_count_and_bytes(

@@ -80,3 +80,16 @@ def test_scores_stay_shares_whatever_the_router_weighs():
     rules = make()
     touch(rules, 0, 1, weights=np.array([3e39, 1e39]))
     assert rules._scores[0].tolist() == pytest.approx([0.0375, 0.0125, 0, 0])
+
+
+def test_an_even_share_is_that_of_the_layer():
+    """In a pool with layers of 4 and of 64 experts."""
+    rules = EvictionRules(LruPolicy(2, 64), 2, [4, 64], 8.0)
+    for layer in (0, 1):
+        for _ in range(5):
+            touch(rules, 0, layer=layer)
+        for expert in (1, 2):
+            touch(rules, expert, layer=layer)
+    # A share of about 0.2: less than 8 quarters, more than 8 sixty-fourths.
+    assert rules.victims(0, ids(0, 1, 2), 3).tolist() == [0, 1, 2]
+    assert rules.victims(1, ids(0, 1, 2), 3).tolist() == [1, 2, 0]

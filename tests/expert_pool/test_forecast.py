@@ -117,3 +117,12 @@ def test_another_distance_starts_anew():
 
 def test_tables_stay_small_where_experts_are_many():
     assert Forecaster(58, 256, has_gate=True).nbytes / (58 * 256) < 100
+
+
+def test_a_prompt_that_passes_layer_by_layer_is_known_afterwards_and_not_learned_from():
+    known = Forecaster(2, 8)
+    known.begin_step([part(1, 0, (7, 8, 9))], in_order=True)
+    known.learn(0, ids(1, 2), ids(3, 3), 3)
+    known.begin_step([part(1, 3, (5,))])
+    assert known._buckets is not None, "the decoding steps know how it began"
+    assert known._prompts.predict(known._buckets, 0) is None, "nothing is known of such prompts"

@@ -24,6 +24,7 @@ from expert_pool.host_tier import HostTier
 from expert_pool.page_cache import PageCacheReader
 from expert_pool.pool import ExpertPool
 from expert_pool.settings import PoolSettings
+from expert_pool.store import KEEP_REST_S
 from expert_pool.tiers import open_host_tier, open_reader
 from tests.expert_pool.fake_experts import (
     FakeIndex,
@@ -423,3 +424,22 @@ def test_a_bad_checksum_is_read_again_from_the_disk_not_from_the_cache(index, mo
     assert len(forgotten) == len(index.record(0, 3).pieces)
     assert pool.residency.states.state[0, 3] == 2
     pool.close()
+
+
+def test_full_memory_is_said_once_and_the_tier_rests(index, monkeypatch, caplog):
+    tier, now, asked = open_tier(index), [100.0], []
+
+    def full(*args):
+        asked.append(args)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tier, "keep", full)
+    monkeypatch.setattr("expert_pool.store.time.monotonic", lambda: now[0])
+    pool, model = open_staged(index, tier, read_threads=1)
+    run(pool, model)
+    assert len(asked) == 1
+    now[0] += KEEP_REST_S
+    run(pool, model)
+    pool.close()
+    assert len(asked) == 2
+    assert caplog.text.count("cannot keep an expert") == 1

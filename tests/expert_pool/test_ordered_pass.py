@@ -150,3 +150,39 @@ def test_m13_an_experts_rows_are_cut_to_the_scratch_budget(index, slots):
     assert memory.peak <= 2 * sums + order + budget
     torch.testing.assert_close(out, model.stock(0, *routed), rtol=1e-4, atol=1e-4)
     pool.close()
+
+
+def test_a_pass_knows_nothing_of_one_that_broke_off(index):
+    pool, _ = open_pool(index, expert_memory=slots_bytes(index, 5))
+    pool.begin_step()
+    for _ in pool.demand(0, np.full(12, 5), 20, in_order=True):
+        pass
+    assert pool.read_early[1]
+    pool.end_step()  # layer 1 is never asked
+    pool.settle()
+    pool.begin_step()
+    few = np.zeros(12, dtype=np.int64)
+    few[3] = 2
+    for _ in pool.demand(0, few, 2, in_order=True):
+        assert pool.in_ordered_pass
+    assert not pool.read_early
+    assert not pool.in_ordered_pass
+    pool.end_step()
+    pool.close()
+
+
+def test_misses_of_a_pass_over_several_steps_are_counted_where_their_reads_end(index):
+    pool, _ = open_pool(index, expert_memory=slots_bytes(index, 3))
+    pool.begin_step()
+    groups = iter(pool.demand(0, np.full(12, 5), 20, in_order=True))
+    next(groups)
+    pool.residency.states.unpin(0, np.array([0]))  # as between two slices
+    first = pool.end_step()
+    assert (first.demand_misses, first.host_misses) == (12, 0)
+    assert first.disk_misses < 12
+    pool.begin_step()
+    pool.residency.states.pin(0, np.array([0]))
+    for _ in groups:
+        pass
+    assert first.disk_misses + pool.end_step().disk_misses == 12
+    pool.close()

@@ -1,4 +1,5 @@
 import logging
+import threading
 
 import numpy as np
 import pytest
@@ -169,6 +170,7 @@ def test_move_quota_between_layers(tmp_path):
     pool.preload([(layer, e) for layer in range(2) for e in range(4)])
     pool.move_quota(0, 1, 2)
     assert pool.residency.quotas == [2, 6]
+    pool.settle()
     assert pool.resident_counts().tolist() == [2, 4]
     with pytest.raises(BudgetError, match="needs 2"):
         pool.move_quota(0, 1)
@@ -331,3 +333,50 @@ def test_a_hot_set_that_cannot_be_is_refused(tmp_path, hot_set, message):
     index = FakeIndex(tmp_path, FakeShape(num_layers=2, num_experts=12, top_k=2))
     with pytest.raises(BudgetError, match=message):
         open_pool(index, expert_memory=slots_bytes(index, 4), hot_set=hot_set)
+
+
+def test_a_quota_move_waits_for_no_other_layers_preloads(tmp_path):
+    index = FakeIndex(tmp_path, FakeShape(num_layers=3, num_experts=12, top_k=2))
+    gate, entered = threading.Event(), threading.Event()
+
+    class HeldReader(FaultyReader):
+        def read(self, file, offset, into):
+            entered.set()
+            assert gate.wait(30)
+            super().read(file, offset, into)
+
+    pool, _ = open_pool(
+        index, HeldReader(index), expert_memory=slots_bytes(index, 4), read_threads=1
+    )
+    pool.preload([(2, 0), *((layer, e) for layer in range(3) for e in (1, 2, 3))])
+    assert entered.wait(30)
+    pool.move_quota(0, 1)  # would hang: no read ends before the gate opens
+    assert list(pool.residency.quotas) == [3, 5, 4]
+    assert len(pool._loads) == 10, "the two layers' own preloads are queued again"
+    pool.check_invariants()
+    gate.set()
+    pool.settle()
+    assert pool.resident_counts().tolist() == [3, 3, 4]
+    pool.check_invariants()
+    pool.close()
+
+
+def test_hits_and_misses_by_tier_are_what_was_asked_for(tmp_path):
+    """Preloads, and reads that fail, are no accesses of their own."""
+    index = FakeIndex(tmp_path, FakeShape(num_layers=2, num_experts=12, top_k=2))
+    reader = FaultyReader(index)
+    pool, _ = open_pool(index, reader, expert_memory=slots_bytes(index, 4))
+    pool.preload([(0, e) for e in range(4)])
+    pool.settle()
+    reader.faults[0, 9] = ["error", "error"]
+    counts = np.zeros(12, dtype=np.int64)
+    counts[[0, 5, 9]] = 1
+    for misses in (2, 1):  # 9 is read in vain, then barred
+        pool.begin_step()
+        for _ in range(2):  # a step's second pass asks for nothing new
+            for _ in pool.demand(0, counts, 2):
+                pass
+        stats = pool.end_step()
+        assert (stats.demand_hits, stats.demand_misses) == (3 - misses, misses)
+        assert (stats.host_misses, stats.disk_misses) == (0, misses)
+    pool.close()

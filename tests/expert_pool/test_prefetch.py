@@ -360,3 +360,18 @@ def test_books_by_hand():
     book.demanded(0, np.array([2]), one, 1, states)
     stats = book.end_step(0.0)
     assert (stats.begun, stats.used, stats.wasted) == (1, 0, 0)
+
+
+def test_preloads_are_not_counted_as_prefetched(index):
+    book = Prefetcher([4, 4], [1, 1], [10, 10], lambda: 0.0)
+    states = np.zeros(4, np.int8)
+    states[[0, 1]] = State.LOADING
+    book.began(1, Choice(0, None))
+    book.demanded(1, np.array([0, 1, 2]), np.ones(3, np.int64), 1, states)
+    assert book._useful == (1, 2, 3), "1 is a preload"
+    pool, _ = open_pool(index, expert_memory=slots_bytes(index, SLOTS), prefetch="on")
+    allowance = pool.read_ahead.prefetcher._allowance
+    pool.preload([(0, e) for e in range(SLOTS)])
+    pool.settle()
+    assert pool.read_ahead.prefetcher._allowance == allowance
+    pool.close()

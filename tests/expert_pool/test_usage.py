@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -100,8 +101,6 @@ def test_a_start_waits_no_longer_than_it_may(index):
             slow.wait(5)
             super().read(file, offset, into)
 
-    import threading
-
     slow = threading.Event()
     pool, _ = open_pool(index, SlowReader(index), expert_memory=slots_bytes(index, 2))
     assert 0.05 <= warm_up(pool, 0.05) < 1.0
@@ -164,3 +163,38 @@ def test_without_it_nothing_is_kept(index):
     warm_up(pool, 0.0)
     pool.close()
     assert not Usage(index, lambda: 0.0).path.exists()
+
+
+def test_two_replicas_that_save_at_once_lose_nothing(index, monkeypatch):
+    ours, theirs = Usage(index, lambda: 0.0), Usage(index, lambda: 0.0)
+    loads = np.zeros((2, 10), dtype=np.int64)
+    loads[0, 3] = 4
+    load = Usage._load
+    others = []
+
+    def load_while_another_saves(usage):
+        found = load(usage)
+        if usage is ours:
+            others.append(threading.Thread(target=theirs.save, args=(loads,)))
+            others[0].start()
+            others[0].join(0.05)
+        return found
+
+    monkeypatch.setattr(Usage, "_load", load_while_another_saves)
+    ours.save(loads)
+    others[0].join()
+    known = popularity.Popularity.load(ours.path, index.content_key)
+    assert known.counts[0, 3] == pytest.approx(8, rel=1e-3)
+
+
+def test_a_replica_that_hangs_while_it_saves_holds_nobody_up(index, monkeypatch, caplog):
+    monkeypatch.setattr("expert_pool.usage._PATIENCE_S", 0.05)
+    usage, hanging = Usage(index, lambda: 0.0), Usage(index, lambda: 0.0)
+    loads = np.ones((2, 10), dtype=np.int64)
+    with hanging._my_turn() as mine:
+        assert mine
+        usage.save(loads)
+    assert not usage.path.exists()
+    assert "being written by another process" in caplog.text
+    usage.save(loads)
+    assert usage.path.exists()
