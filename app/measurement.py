@@ -116,7 +116,7 @@ def _busy_s() -> float:
 
 
 def _own_s(own_roots: Sequence[int]) -> float:
-    """CPU seconds of our processes that still live."""
+    """CPU seconds of our processes: those that live, and those that they have waited for."""
     total = 0.0
     for process in _processes({psutil.Process().pid, *own_roots}):
         try:
@@ -124,6 +124,8 @@ def _own_s(own_roots: Sequence[int]) -> float:
         except psutil.Error:
             continue
         total += times.user + times.system
+        # Of children that are gone; only Linux tells them apart.
+        total += getattr(times, "children_user", 0.0) + getattr(times, "children_system", 0.0)
     return total
 
 

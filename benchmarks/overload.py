@@ -6,7 +6,9 @@ gets twice that rate as Poisson arrivals for a minute. Right is: the queue stays
 stays within a tenth of the one at capacity, and Retry-After is within a factor of two of how long
 those had to wait who got the last free places (requests due within a second of the refusal).
 
-The load generator runs on the same machine and shares its cores.
+The load generator runs on the same machine and shares its cores. So the rank computes with one
+thread (--rank-threads): with as many as there are cores, what it can do would depend on how much
+the others need, and more of them is needed under overload.
 """
 
 from __future__ import annotations
@@ -83,17 +85,24 @@ def retry_ratios(samples: Sequence[Sample]) -> list[float]:
 
 
 def run(
-    model_dir: Path, port: int, seconds: float, factor: float, batch: int, objectives: Objectives
+    model_dir: Path,
+    port: int,
+    seconds: float,
+    factor: float,
+    batch: int,
+    objectives: Objectives,
+    rank_threads: int,
 ) -> tuple[list[dict[str, Any]], QuietMonitor]:
     """Two rows, at capacity and at `factor` times it, and the less quiet of both monitors."""
     batch_setting = f"engine.max_sequences={batch}"
-    with live_service(model_dir, port, batch_setting) as found, quiet_monitor() as first:
+    threads = f"engine.threads={rank_threads}"
+    with live_service(model_dir, port, batch_setting, threads) as found, quiet_monitor() as first:
         samples = capacity(f"http://127.0.0.1:{found}", batch, seconds)
     at_capacity = summarise(samples, objectives, batch, None)
     at_capacity["steady_goodput"] = steady_goodput(samples, objectives, seconds)
     rate = sum(x.ok for x in samples) / at_capacity["seconds"]
     queue = max(1, round(rate * objectives.ttft_ms / 1e3 / 2))
-    settings = (batch_setting, f"serving.max_queued_requests={queue}")
+    settings = (batch_setting, threads, f"serving.max_queued_requests={queue}")
     with live_service(model_dir, port, *settings) as found, quiet_monitor() as second:
         samples = overload(f"http://127.0.0.1:{found}", factor * rate, seconds)
     row = summarise(samples, objectives, None, round(factor * rate, 3))
@@ -124,13 +133,20 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0, help="of each load")
     parser.add_argument("--factor", type=float, default=2.0)
     parser.add_argument("--batch", type=int, default=8, help="engine.max_sequences")
+    parser.add_argument("--rank-threads", type=int, default=1)
     parser.add_argument("--ttft-ms", type=float, default=6000.0)
     parser.add_argument("--tpot-ms", type=float, default=200.0)
     options = parser.parse_args()
     objectives = Objectives(options.ttft_ms, options.tpot_ms)
     model_dir = Path(options.model).resolve()
     rows, monitor = run(
-        model_dir, options.port, options.seconds, options.factor, options.batch, objectives
+        model_dir,
+        options.port,
+        options.seconds,
+        options.factor,
+        options.batch,
+        objectives,
+        options.rank_threads,
     )
     emit("overload", rows, monitor, options.json)
 
