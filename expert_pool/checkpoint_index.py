@@ -60,6 +60,11 @@ class LayerSpec:
     params: tuple[ParamSpec, ...]
     slot_bytes: int
 
+    def projection_values(self) -> tuple[int, int]:
+        """Values of one expert's up (gate and up) and down projections."""
+        values = {param.name: math.prod(param.shape) for param in self.params}
+        return values.get("gate_up_proj") or values["up_proj"], values["down_proj"]
+
 
 @dataclass(frozen=True, slots=True)
 class ExpertRecord:

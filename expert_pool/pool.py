@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -30,7 +29,7 @@ from expert_pool.usage import Usage
 from expert_pool.waves import LayerPass
 
 if TYPE_CHECKING:
-    from expert_pool.checkpoint_index import CheckpointIndex, LayerSpec
+    from expert_pool.checkpoint_index import CheckpointIndex
 
 _SAVE_CHECKSUMS_EVERY_S = 30.0
 
@@ -97,8 +96,7 @@ class ExpertPool:
         """Whether an ordered pass has begun and is not over; it may last for several steps."""
         self._awaited: dict[tuple[int, int], int] = {}
         """Demand misses by (layer, expert) of which it is not known yet who serves them."""
-        self.projection_values = [_projection_values(layer) for layer in layers]
-        """Values of one expert's up and down projections, by layer."""
+        self.projection_values = [layer.projection_values() for layer in layers]
         self.observer: Callable[[int, torch.Tensor], None] | None = None
         """Told of each forward call: the layer, and what its router chose `[T, K]`."""
         self._bad_rows: set[int] = set()
@@ -400,8 +398,3 @@ class ExpertPool:
         if self._checksums is not None and self._unsaved_since is not None:
             self._checksums.save()
         self._unsaved_since = None
-
-
-def _projection_values(layer: LayerSpec) -> tuple[int, int]:
-    values = {param.name: math.prod(param.shape) for param in layer.params}
-    return values.get("gate_up_proj") or values["up_proj"], values["down_proj"]
