@@ -208,9 +208,10 @@ def test_a_poisoned_token_fails_its_request_alone(poison: float) -> None:
     assert len(tokens_of(found["third", 0])) == 6
     assert_idle(engine)
     # Its blocks are used again, and carry nothing over.
-    for _ in range(3):
+    fills = [request("fill", 120, seed=seed, max_tokens=2) for seed in range(100, 200)]
+    for fill in [fill for fill in fills if 303 not in fill.prompt_ids][:3]:
         assert engine.generate([clean]) == expected
-        engine.generate([request("fill", 120, seed=random.randint(0, 999), max_tokens=2)])
+        engine.generate([fill])
     engine.close()
 
 
