@@ -7,7 +7,7 @@ lists come from one half, hit rates from the other: each document begins in a re
 with 24 of 64 slots a layer, empty or holding the hot list. "mixed" is the documents of all traces:
 there "hot" is the list of all and "domain" that of the document's own trace. The peer is
 "best_static", the hot list of the scored half itself, never changed. The policy is the one that a
-server runs by default.
+server runs by default, without its hysteresis.
 
 `ttft_ms` is measured on a live pool over the checkpoint "moe-s" (benchmarks/moe_s.py), whose 12
 layers get the demands of the trace's first 12: the time until the experts of a document's first

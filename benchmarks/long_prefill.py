@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import os
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read once, when torch starts its threads
+from core.torch_environment import unset_variables
+
+os.environ.update(unset_variables())  # read once, when torch is loaded
 
 import argparse
 import statistics

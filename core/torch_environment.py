@@ -14,7 +14,11 @@ TORCH_ENVIRONMENT = {
 }
 
 
+def unset_variables() -> dict[str, str]:
+    """Those that the user has not set."""
+    return {name: value for name, value in TORCH_ENVIRONMENT.items() if name not in os.environ}
+
+
 def prepare_torch() -> None:
     """Sets them where the user has not. Call before torch is imported."""
-    for name, value in TORCH_ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    os.environ.update(unset_variables())

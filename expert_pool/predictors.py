@@ -107,8 +107,8 @@ class TransitionPredictor:
 
 
 class PreviousTokenPredictor:
-    """A sequence asks again for what its last tokens asked for; a token's weight halves with each
-    further one. One for each running sequence.
+    """Tokens ask again for what the last ones asked for; a token's weight halves with each further
+    one. A batch counts as if it were one sequence.
     """
 
     def __init__(self, num_layers: int, num_experts: int) -> None:
