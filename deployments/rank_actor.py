@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from core.errors import CoterieError, RequestError
+from core.freed_memory import return_freed_memory
 from core.request import Request
 from core.torch_environment import prepare_torch
 from deployments.rank_channel import (
@@ -179,6 +180,7 @@ class StepLoop:
         self._check_is_due = now - self._checked_s < INVARIANTS_EVERY_S
         if not self._check_is_due:
             engine.check_invariants()
+            return_freed_memory()
             self._checked_s = now
         self._link.send(Idle(engine.gauges(), checked=not self._check_is_due))
 
