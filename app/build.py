@@ -23,6 +23,7 @@ def build(settings: Settings) -> "Application":
         settings.serving,
         settings.engine.model_dump(mode="json"),
         settings.pool.model_dump(mode="json"),
+        objectives=settings.objectives.model_dump(mode="json"),
     )
 
 

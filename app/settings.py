@@ -12,7 +12,8 @@ from pydantic.fields import FieldInfo
 
 from core.config_model import ConfigModel
 from core.errors import SettingsError
-from deployments.settings import ObjectiveSettings, ServingSettings, check_sizes
+from core.objectives import ObjectiveSettings
+from deployments.settings import ServingSettings, check_sizes
 from engine.settings import EngineSettings
 from expert_pool.settings import PoolSettings
 

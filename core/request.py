@@ -97,6 +97,10 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     priority: Priority = "interactive"
     deadline_s: float | None = None
     """Wall-clock seconds since the epoch after which nobody wants the answer."""
+    domain: str = ""
+    """What the text is about, as the caller says or a classifier guesses; "" where unknown."""
+    session: str = ""
+    """Names the conversation among those of its tenant; "" where there is none."""
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:

@@ -27,6 +27,11 @@ class SequencePart(msgspec.Struct, frozen=True, kw_only=True):
     scored: tuple[int, int] = (0, 0)
     """Positions [from, to) whose logits score the prompt token after each; the logits come before
     those to sample from. Never the last position of a part that `wants_logits`."""
+    tenant: str = ""
+    domain: str = ""
+    session: str = ""
+    """Of the sequence's request: what the pool may learn popularity by. Nothing that is computed
+    depends on them."""
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -158,6 +163,41 @@ class PoolStepStats(msgspec.Struct, kw_only=True):
     prefetch: PrefetchStats = msgspec.field(default_factory=PrefetchStats)
 
 
+class BatchStats(msgspec.Struct, kw_only=True):
+    """How many sequences a step might take, and why."""
+
+    sequences: int
+    """Most sequences that may run now."""
+    prefill_tokens: int
+    """Most prompt tokens of this step."""
+    reason: str
+    """What bound it, in a word or two: "waiting", "tpot", "ttft", "bounds", "probing"."""
+    predicted_s: float = 0.0
+    """What the model of step times said of this step; 0 while it knows too little."""
+    model_error: float = 0.0
+    """Mean of |measured - predicted| / measured over the last steps."""
+    held_s: float = 0.0
+    """Time for which the step was put off so that more sequences share it."""
+    overtaken: int = 0
+    """Waiting sequences that a younger one passed at this admission."""
+    grouping: Literal["off", "probing", "on"] = "off"
+    """Whether the waiting are admitted by how their experts overlap with the running ones."""
+    grouping_gain: float = 0.0
+    """Share of distinct experts that admission in order of arrival would have cost besides."""
+
+
+class RoutingSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank says of its pool to whoever chooses a replica; sent now and then."""
+
+    hit_rate: float
+    """Expected share of a token's experts that have a slot now, whatever the token is about."""
+    hit_rate_by_domain: dict[str, float] = {}
+    """The same of the tokens of one domain, for the domains that pass here most, and those whose
+    popularity is known from earlier runs."""
+    miss_s: float = 0.0
+    """Measured seconds that one missing expert adds to a step."""
+
+
 class StepStats(msgspec.Struct, kw_only=True):
     """One step in numbers; metrics, ledger and reports are made from these."""
 
@@ -172,6 +212,12 @@ class StepStats(msgspec.Struct, kw_only=True):
     """Blocks that a live sequence holds; cached, unreferenced prefix blocks count as free."""
     kv_blocks_total: int = 0
     prefix_hit_tokens: int = 0
+    kv_tokens: int = 0
+    """Tokens whose keys and values the step's sequences looked at."""
+    batch: BatchStats | None = None
+    """How the batch was sized, where that is decided anew for each step."""
+    routing: RoutingSummary | None = None
+    """From time to time: where experts lie, for the dispatcher."""
     pool: PoolStepStats = msgspec.field(default_factory=PoolStepStats)
 
 

@@ -96,6 +96,7 @@ def application(
     engine: dict[str, Any],
     pool: dict[str, Any],
     engine_factory: str = ENGINE_FACTORY,
+    objectives: dict[str, Any] | None = None,
 ) -> Application:
     """The application that serves one model folder.
 
@@ -124,7 +125,12 @@ def application(
         logging_config=_LOGGING,
         **replicas,
     )
-    settings = {"model": str(model_dir), "engine": engine, "pool": pool}
+    settings = {
+        "model": str(model_dir),
+        "engine": engine,
+        "pool": pool,
+        "objectives": objectives or {},
+    }
     gateway = serve.deployment(GatewayDeployment, name=GATEWAY).options(
         num_replicas=serving.gateways,
         # Admission is the supervisors' matter; the gateway only has to hold what they hold.

@@ -18,15 +18,6 @@ ToolParser = Literal[
 ReasoningParser = Literal["auto", "none", "think", "mistral_think"]
 
 
-class ObjectiveSettings(ConfigModel):
-    """What counts as good service; later parts decide by these two numbers."""
-
-    ttft_ms: Annotated[float, Field(gt=0)] = 2000.0
-    """Time to first token that a request should meet, in milliseconds."""
-    tpot_ms: Annotated[float, Field(gt=0)] = 200.0
-    """Time per output token after the first that a request should meet, in milliseconds."""
-
-
 class ServingSettings(ConfigModel):
     """The HTTP service: address, replicas, limits, and how long to wait for what."""
 

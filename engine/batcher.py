@@ -312,6 +312,9 @@ class Batcher:
             is_decode=count == 1 and start >= sequence.prompt_tokens and end == known,
             wants_logits=end == known,
             scored=self._scored_part(sequence, count),
+            tenant=sequence.request.tenant,
+            domain=sequence.request.domain,
+            session=sequence.request.session,
         )
 
     @staticmethod

@@ -18,6 +18,7 @@ import torch
 
 from core.errors import CoterieError, RequestError, RoutingError
 from core.model_shape import ModelShape
+from core.objectives import ObjectiveSettings
 from core.request import Request
 from core.step import SequenceOutput, StepResult, StepStats, TokenLogprob
 from engine.backbone import Backbone, has_state_layers
@@ -54,15 +55,23 @@ class Engine:
         model: str | Path,
         engine: EngineSettings | Mapping[str, Any] | None = None,
         pool: PoolSettings | Mapping[str, Any] | None = None,
+        objectives: ObjectiveSettings | Mapping[str, Any] | None = None,
     ) -> Engine:
         """The engine of a model folder or of a hub id in the local cache."""
         return cls(
             locate(str(model)),
             EngineSettings.model_validate(engine or {}),
             PoolSettings.model_validate(pool or {}),
+            ObjectiveSettings.model_validate(objectives or {}),
         )
 
-    def __init__(self, model_dir: Path, engine: EngineSettings, pool: PoolSettings) -> None:
+    def __init__(
+        self,
+        model_dir: Path,
+        engine: EngineSettings,
+        pool: PoolSettings,
+        objectives: ObjectiveSettings | None = None,
+    ) -> None:
         """Loads the backbone and reserves pages, scratch and expert slots.
 
         Raises CheckpointError, SettingsError or BudgetError; nothing is served half.
@@ -74,6 +83,7 @@ class Engine:
         self.model_dir = index.model_dir
         self.shape: ModelShape = index.shape
         self._settings = engine
+        self._objectives = objectives or ObjectiveSettings()
         self.pool = ExpertPool(index, pool, device=engine.device)
         try:
             self._prepare(index, engine)
@@ -393,5 +403,6 @@ class Engine:
 
 
 def open_engine(settings: dict[str, Any]) -> Engine:
-    """An engine from plain settings {"model": ..., "engine": {...}, "pool": {...}}."""
-    return Engine.open(settings["model"], settings.get("engine"), settings.get("pool"))
+    """An engine from plain settings {"model": ..., "engine", "pool", "objectives": {...}}."""
+    parts = (settings.get(name) for name in ("engine", "pool", "objectives"))
+    return Engine.open(settings["model"], *parts)

@@ -22,7 +22,7 @@ from app.load.summary import Objectives, summarise
 from app.load.trace_file import read_trace, scaled
 from app.measurement import QuietMonitor, measured
 from core.errors import SettingsError
-from deployments.settings import ObjectiveSettings
+from core.objectives import ObjectiveSettings
 
 API_KEY_VARIABLE = "COTERIE_API_KEY"
 DEFAULT_REQUESTS = 100
