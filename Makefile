@@ -11,7 +11,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: install serve chat test soak lint format docs clean
+.PHONY: install kernels serve chat test soak lint format docs clean
 .DEFAULT_GOAL := help
 
 .PHONY: help
@@ -24,17 +24,22 @@ help:
 	@echo 'make format   lay out the code with ruff'
 	@echo 'make docs     write docs/settings.md again'
 	@echo 'make install  the environment alone (PYTHON=, PIP_ARGS=)'
+	@echo 'make kernels  compile the native kernels of CPUs again (CXX=)'
 	@echo 'make clean    remove it and all caches'
 
-$(INSTALLED): pyproject.toml
+$(INSTALLED): pyproject.toml $(wildcard expert_pool/kernels/native/*)
 	@command -v $(PYTHON) >/dev/null || { \
 	  echo 'error: $(PYTHON) not found; install Python 3.11 or set PYTHON=' >&2; exit 1; }
 	@echo 'installing into $(VENV); the first time this takes minutes and gigabytes'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet $(PIP_ARGS) --editable '.[dev]'
+	@$(BIN)/python -m expert_pool.kernels.build --optional
 	@touch $@
 
 install: $(INSTALLED)
+
+kernels: install
+	@$(BIN)/python -m expert_pool.kernels.build
 
 serve: install
 	@$(BIN)/coterie serve $(MODEL) --port $(PORT) $(ARGS)

@@ -4,6 +4,7 @@ Registered in transformers' experts interface as "coterie", it serves every fami
 module uses that interface. For one expert: all of its rows in one product. For one token: each
 expert's output times its weight in the promoted dtype, restored to [T, K, H], one sum over K in
 router order, one cast. So the result is bitwise that of stock grouped_mm, wherever experts lie.
+Where native kernels compute (`kernels/choice.py`), steps and order are the same, sums are not.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from core.errors import CoterieError
 from core.model_shape import experts_scratch_bytes
 from expert_pool.grouped_linear import ExpertGroup
+from expert_pool.kernels.choice import kernel_for
+from expert_pool.kernels.layer_kernel import NativeRows
 from expert_pool.layer_major import is_layer_major, pause
 from expert_pool.routing import Routing, sort_by_expert
 from expert_pool.tables import IntArray
@@ -122,7 +125,13 @@ def _forward_in_order(
     weights = top_k_weights.reshape(-1)
     most = _pairs_a_chunk(pool, layer, hidden, top_k_weights)
     sums = torch.zeros_like(hidden, dtype=torch.promote_types(hidden.dtype, torch.float32))
-    experts_pass = pool.demand(layer, routing.counts, hidden.shape[0], in_order=True)
+    experts_pass = pool.demand(
+        layer,
+        routing.counts,
+        hidden.shape[0],
+        in_order=True,
+        rows=lambda: routing.order // top_k,
+    )
     experts = iter(experts_pass)
     try:
         for expert in experts:
@@ -131,7 +140,11 @@ def _forward_in_order(
             for some in np.array_split(pairs, chunks):
                 group = _one_expert(pool, layer, expert, some.size, hidden.device)
                 rows = _on(hidden.device, some // top_k)
-                out = _apply_experts(module, group, hidden.index_select(0, rows))
+                kernel = kernel_for(module, hidden, some.size, 1)
+                if kernel is None:
+                    out = apply_with_torch(module, group, hidden.index_select(0, rows))
+                else:
+                    out = kernel.apply(group, hidden, some, top_k)
                 out = out * weights.index_select(0, _on(hidden.device, some)).unsqueeze(-1)
                 out = out.to(sums.dtype)
                 # Many times as fast as index_add_ on a CPU.
@@ -167,32 +180,58 @@ def _forward_chunk(
     if pool.read_ahead is not None:
         pool.read_ahead.look(layer, hidden)
     routing = sort_by_expert(top_k_index, top_k_weights, pool.index.layers[layer].num_experts)
-    weights = top_k_weights.reshape(-1)
-    weighted: list[torch.Tensor] = []
-    computed: list[IntArray] = []
+    kernel = kernel_for(module, hidden, routing.order.size, int(np.count_nonzero(routing.counts)))
+    if kernel is None:
+        rows: _TorchRows | NativeRows = _TorchRows(module, hidden, top_k_weights)
+    else:
+        rows = NativeRows(kernel, hidden, top_k_weights)
     experts_pass = pool.demand(
-        layer, routing.counts, num_rows, weights=lambda: routing.weights_of(top_k_weights)
+        layer,
+        routing.counts,
+        num_rows,
+        weights=lambda: routing.weights_of(top_k_weights),
+        rows=lambda: routing.order // top_k + first_row,
     )
     groups = iter(experts_pass)
     try:
         for experts in groups:
             if experts.size == 0:
                 continue
-            group, pairs = _make_group(pool, layer, routing, experts, hidden.device)
-            rows = hidden.index_select(0, _on(hidden.device, pairs // top_k))
-            weight = weights.index_select(0, _on(hidden.device, pairs))
-            weighted.append(_apply_experts(module, group, rows) * weight.unsqueeze(-1))
-            computed.append(pairs)
+            rows.add(*_make_group(pool, layer, routing, experts, hidden.device))
     finally:
         groups.close()
     _report(pool, routing, experts_pass.failed, top_k, first_row)
-    if not weighted:
-        return torch.zeros_like(hidden)
-    by_pair = _by_pair(weighted, computed, num_rows * top_k)
-    out = _combine(by_pair, num_rows, hidden.dtype)
+    out = rows.combine()
     if routing.bad_rows.size:
         out[_on(out.device, routing.bad_rows)] = 0
     return out
+
+
+class _TorchRows:
+    """The rows of one forward call, computed group after group, then combined."""
+
+    def __init__(self, module: Any, hidden: torch.Tensor, weights: torch.Tensor) -> None:
+        self._module = module
+        self._hidden = hidden
+        self._weights = weights
+        self._weighted: list[torch.Tensor] = []
+        self._computed: list[IntArray] = []
+
+    def add(self, group: ExpertGroup, pairs: IntArray) -> None:
+        """Computes a group's experts for `pairs`, which are in its order."""
+        device = self._hidden.device
+        rows = self._hidden.index_select(0, _on(device, pairs // self._weights.shape[-1]))
+        weight = self._weights.reshape(-1).index_select(0, _on(device, pairs))
+        out = apply_with_torch(self._module, group, rows)
+        self._weighted.append(out * weight.unsqueeze(-1))
+        self._computed.append(pairs)
+
+    def combine(self) -> torch.Tensor:
+        """`[T, H]`; pairs that none computed count as zeros."""
+        if not self._weighted:
+            return torch.zeros_like(self._hidden)
+        by_pair = _by_pair(self._weighted, self._computed, self._weights.numel())
+        return _combine(by_pair, self._hidden.shape[0], self._hidden.dtype)
 
 
 def _by_pair(
@@ -239,7 +278,7 @@ def _make_group(
     return group, pairs
 
 
-def _apply_experts(module: Any, group: ExpertGroup, rows: torch.Tensor) -> torch.Tensor:
+def apply_with_torch(module: Any, group: ExpertGroup, rows: torch.Tensor) -> torch.Tensor:
     """Each row through its expert, not yet weighted: `[S, H]` to `[S, H]`."""
     transposed = bool(module.is_transposed)
     up = group.linear(rows, "gate_up_proj" if module.has_gate else "up_proj", transposed)

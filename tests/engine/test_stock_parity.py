@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -18,8 +18,10 @@ from engine.paged_runner import PagedRunner
 from engine.rope import fix_rope_factors
 from engine.stock_runner import StockRunner
 from expert_pool.checkpoint_index import CheckpointIndex
+from expert_pool.kernels.choice import choice_of
 from expert_pool.pool import ExpertPool
 from expert_pool.settings import PoolSettings
+from expert_pool.transformers_private import experts_modules
 from tests.engine import forced_steps
 from tests.engine.forced_steps import (
     BLOCK_TOKENS,
@@ -30,6 +32,7 @@ from tests.engine.forced_steps import (
     stock_model,
     token_ids,
 )
+from tests.expert_pool.native_layers import kernels_or_skip
 from tests.models import families
 from tests.models.families import FAMILIES, cached_checkpoint
 
@@ -40,6 +43,9 @@ NOT_BITWISE = {
     "llama4_text": "stock runs all its experts over all tokens in one bmm, we only the chosen ones",
 }
 """Families whose stock experts do other arithmetic than grouped_mm; compared by top-1 in bf16."""
+
+LEFT_TO_TORCH = ("gpt_oss", "llama4_text")
+"""Families whose experts the native kernels do not compute: their weights are transposed."""
 
 every_family = pytest.mark.parametrize("family", FAMILIES)
 every_runner = pytest.mark.parametrize(
@@ -55,10 +61,12 @@ def open_index(family: str, dtype: str) -> CheckpointIndex:
     return CheckpointIndex.open(cached_checkpoint(family, dtype))
 
 
-def open_backbone(family: str, dtype: str, slots: str) -> tuple[Backbone, ExpertPool]:
+def open_backbone(
+    family: str, dtype: str, slots: str, kernel: Literal["torch", "native"] = "torch"
+) -> tuple[Backbone, ExpertPool]:
     index = open_index(family, dtype)
     memory = "all" if slots == "all" else index.shape.min_slots_bytes
-    pool = ExpertPool(index, PoolSettings(expert_memory=memory, read_threads=1))
+    pool = ExpertPool(index, PoolSettings(expert_memory=memory, read_threads=1, kernel=kernel))
     context = CONTEXT_TOKENS
     return Backbone.open(index, pool, context_tokens=context), pool
 
@@ -169,6 +177,32 @@ def test_bf16_on_pages_agrees_with_stock(
     agreement, divergence = assert_bf16_agreement(ours, theirs)
     record_property("top1_agreement", agreement)
     record_property("median_kl_nats", divergence)
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in LEFT_TO_TORCH])
+def test_bf16_native_experts_agree_with_stock(
+    family: str, record_property: Callable[[str, object], None]
+) -> None:
+    # Their sums have another order than torch's, so bit for bit cannot hold in bf16.
+    kernels_or_skip()
+    backbone, pool = open_backbone(family, "bfloat16", "top_k", "native")
+    assert all(choice_of(module) for module in experts_modules(backbone.model).values())
+    steps = plans(sequences_of(family, chunked=True, among=True))
+    ours = run(StockRunner(backbone), pool, steps)
+    theirs = run(StockRunner(stock_reference(family)), None, steps)
+    pool.close()
+    agreement, divergence = assert_bf16_agreement(ours, theirs)
+    record_property("top1_agreement", agreement)
+    record_property("median_kl_nats", divergence)
+
+
+@pytest.mark.parametrize("family", LEFT_TO_TORCH)
+def test_what_native_kernels_cannot_compute_goes_to_torch(family: str) -> None:
+    kernels_or_skip()
+    backbone, pool = open_backbone(family, "bfloat16", "all", "native")
+    modules = experts_modules(backbone.model).values()
+    pool.close()
+    assert modules and not any(choice_of(module) for module in modules)
 
 
 def assert_bf16_agreement(

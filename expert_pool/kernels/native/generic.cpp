@@ -1,0 +1,3 @@
+#include "portable.h"
+
+const Kernels generic_kernels = KERNELS("generic", Portable);
