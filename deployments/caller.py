@@ -12,6 +12,10 @@ class Caller:
     tenant: str = ""
     deadline_s: float | None = None
     """Wall-clock seconds since the epoch."""
+    domain_hint: str = ""
+    """What the client says that the text is about; "" where it says nothing."""
+    session_id: str = ""
+    """The client's own name of a conversation. It is hashed before it leaves the gateway."""
 
 
 NOBODY = Caller()

@@ -18,6 +18,7 @@ from starlette.requests import Request
 from core.errors import CoterieError, RequestError
 from deployments.access import OPEN_ROUTES, Access
 from deployments.caller import NOBODY, Caller
+from deployments.domain_weights import LABEL
 from deployments.exchange import CURRENT, Exchange
 from deployments.limits_client import LimitsClient
 from deployments.openai_errors import envelope
@@ -32,6 +33,9 @@ Send = Callable[[Event], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 DEADLINE_HEADER = "x-coterie-deadline-ms"
+DOMAIN_HEADER = "x-coterie-domain"
+SESSION_HEADER = "x-session-id"
+_MAX_SESSION_CHARS = 256
 _MAX_DEADLINE_MS = 24 * 3600 * 1000
 _SCOPE_CALLER = "coterie.caller"
 _LOGGED_BODY_CHARS = 16 * 1024
@@ -52,7 +56,14 @@ def add_gate(api: FastAPI, serving: ServingSettings, access: Access, limits: Lim
             CORSMiddleware,
             allow_origins=list(serving.cors_origins),
             allow_methods=["GET", "POST"],
-            allow_headers=["authorization", "content-type", "x-api-key", DEADLINE_HEADER],
+            allow_headers=[
+                "authorization",
+                "content-type",
+                "x-api-key",
+                DEADLINE_HEADER,
+                DOMAIN_HEADER,
+                SESSION_HEADER,
+            ],
             expose_headers=["retry-after", "x-request-id"],
         )
 
@@ -114,9 +125,11 @@ class RequestGate:
         """Raises AccessError, RequestError, TenantLimitError or EngineUnavailableError."""
         exchange.tenant = tenant = self._access.tenant(scope["headers"])
         deadline_s = _deadline_s(scope["headers"])
+        exchange.domain_hint = hint = _domain_hint(scope["headers"])
+        session_id = _session_id(scope["headers"])
         if scope["method"] == "POST":
             exchange.lease = await self._limits.lease(tenant, self._access.allowance(tenant))
-        return Caller(tenant, deadline_s)
+        return Caller(tenant, deadline_s, hint, session_id)
 
 
 def _deadline_s(headers: list[tuple[bytes, bytes]]) -> float | None:
@@ -134,6 +147,38 @@ def _deadline_s(headers: list[tuple[bytes, bytes]]) -> float | None:
                 )
             return time.time() + int(text) / 1000
     return None
+
+
+def _domain_hint(headers: list[tuple[bytes, bytes]]) -> str:
+    """Raises RequestError."""
+    text = _only(headers, DOMAIN_HEADER)
+    if text and not LABEL.fullmatch(text):
+        raise RequestError(
+            f"{DOMAIN_HEADER} must be one name of at most 64 of a-z, 0-9, _ and -, found "
+            f"{text[:80]!r}.",
+            DOMAIN_HEADER,
+        )
+    return text
+
+
+def _session_id(headers: list[tuple[bytes, bytes]]) -> str:
+    """Raises RequestError."""
+    text = _only(headers, SESSION_HEADER)
+    if len(text) > _MAX_SESSION_CHARS or not (text.isascii() and text.isprintable()):
+        raise RequestError(
+            f"{SESSION_HEADER} must be one name of at most {_MAX_SESSION_CHARS} printable ASCII "
+            f"characters, found {text[:40]!r} of {len(text)}.",
+            SESSION_HEADER,
+        )
+    return text
+
+
+def _only(headers: list[tuple[bytes, bytes]], wanted: str) -> str:
+    """The header's text, "" where it is left out. Raises RequestError for different ones."""
+    found = {value.strip() for name, value in headers if name.lower() == wanted.encode()}
+    if len(found) > 1:
+        raise RequestError(f"{wanted} must be sent once, found {len(found)} values.", wanted)
+    return found.pop().decode("latin-1") if found else ""
 
 
 def _label(headers: list[tuple[bytes, bytes]]) -> str | None:
