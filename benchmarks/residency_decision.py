@@ -6,15 +6,17 @@
 seeded trace of topics, at a quarter of the experts; each policy beside the default with its
 hysteresis. `all resident` rows: what the pool adds to a layer's call when every expert of a model
 is there (counting, pinning, looking up slots), what routing adds before it, and what begins and
-ends a step; `share of a step` puts that beside a decode step of one sequence of the same model.
-Reading ahead, which runs only where experts are missing, is timed by `hidden_s` and `decide_s` of
-its own statistics, not here. Times are CPU time of the thread and wall time; the wall clock also
-counts what else the machine does.
+ends a step. Where every sequence has a domain and a session ("labelled"), one decode step of eight
+learns from that, which is the p99. `share of a step` puts the plain rows beside a decode step of
+one sequence of the same model. Reading ahead, which runs only where experts are missing, is timed
+by `hidden_s` and `decide_s` of its own statistics, not here. Times are CPU time of the thread and
+wall time; the wall clock also counts what else the machine does.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 import time
 from collections.abc import Callable
@@ -26,13 +28,14 @@ import torch
 
 from app.measurement import emit, quiet_monitor
 from core.request import Request, SamplingParams
+from core.step import SequencePart
 from engine.engine import Engine
 from expert_pool.checkpoint_index import CheckpointIndex
 from expert_pool.eviction_rules import EvictionRules
 from expert_pool.experts_forward import _make_group
 from expert_pool.policies import POLICIES, Policy, make_policy
 from expert_pool.pool import ExpertPool
-from expert_pool.routing import sort_by_expert
+from expert_pool.routing import Routing, sort_by_expert
 from expert_pool.settings import PoolSettings
 from expert_pool.tables import IntArray
 
@@ -83,8 +86,9 @@ def decision(name: str, policy: Policy, experts: int, top_k: int) -> dict[str, A
     return percentiles(f"decision, {name}", cpu_ns, wall_ns)
 
 
-def all_resident(model: Path, tokens: int) -> list[dict[str, Any]]:
-    """Everything has a slot and is there."""
+def all_resident(model: Path, tokens: int, labelled: bool = False) -> list[dict[str, Any]]:
+    """Everything has a slot and is there; `labelled`: each token's sequence has a domain and a
+    session."""
     index = CheckpointIndex.open(model)
     pool = ExpertPool(index, PoolSettings())
     layers = index.layers
@@ -94,9 +98,10 @@ def all_resident(model: Path, tokens: int) -> list[dict[str, Any]]:
     device = torch.device("cpu")
     parts = ("routing", "pool", "begin and end of a step")
     spent: dict[str, tuple[list[int], list[int]]] = {name: ([], []) for name in parts}
+    sequences = tuple(_sequence(at) for at in range(tokens)) if labelled else ()
     for _ in range(STEPS):
         clocks_of_step = _clocks()
-        pool.begin_step()
+        pool.begin_step(sequences)
         begun = _clocks()
         for layer in layers:
             experts, top_k = layer.num_experts, layer.top_k
@@ -105,7 +110,14 @@ def all_resident(model: Path, tokens: int) -> list[dict[str, Any]]:
             routing = sort_by_expert(chosen, weights, experts)
             _note(spent["routing"], clocks)
             clocks = _clocks()
-            groups = iter(pool.demand(layer.ordinal, routing.counts, tokens, weights=_nothing))
+            asked = pool.demand(
+                layer.ordinal,
+                routing.counts,
+                tokens,
+                weights=_nothing,
+                rows=functools.partial(_rows_of, routing, top_k),
+            )
+            groups = iter(asked)
             _make_group(pool, layer.ordinal, routing, next(groups), device)
             groups.close()
             _note(spent["pool"], clocks)
@@ -115,8 +127,9 @@ def all_resident(model: Path, tokens: int) -> list[dict[str, Any]]:
         cpu, wall = (now - (b - a) for now, b, a in zip(clocks, begun, first, strict=True))
         _note(spent[parts[2]], (cpu, wall))
     pool.close()
+    kind = f"{tokens} labelled tokens" if labelled else f"{tokens} tokens"
     return [
-        percentiles(f"all resident, {tokens} tokens, {name}", cpu, wall)
+        percentiles(f"all resident, {kind}, {name}", cpu, wall)
         for name, (cpu, wall) in spent.items()
     ]
 
@@ -138,9 +151,15 @@ def share_of_a_step(model: Path, rows: list[dict[str, Any]]) -> dict[str, Any]:
             steps_s.append(stats.step_s)
     layers = len(engine.pool.index.layers)
     engine.close()
-    us = {row["what"]: row["wall_us_p50"] for row in rows}
-    a_call = us["all resident, 1 tokens, pool"]
-    own_us = layers * a_call + us["all resident, 1 tokens, begin and end of a step"]
+    us = {row["what"]: row for row in rows}
+
+    def own(kind: str) -> float:
+        a_call, a_step = (
+            us[f"all resident, {kind}, {part}"] for part in ("pool", "begin and end of a step")
+        )
+        return float(layers * a_call["wall_us_p50"] + a_step["wall_us_p50"])
+
+    own_us = own("1 tokens")
     step_us = float(np.median(steps_s)) * 1e6
     return {
         "what": "all resident, share of a decode step",
@@ -150,6 +169,23 @@ def share_of_a_step(model: Path, rows: list[dict[str, Any]]) -> dict[str, Any]:
         "step_us": round(step_us, 1),
         "share": round(own_us / step_us, 4),
     }
+
+
+def _sequence(number: int) -> SequencePart:
+    return SequencePart(
+        sequence_id=number,
+        start=1,
+        token_ids=(1,),
+        block_ids=(0,),
+        is_decode=True,
+        wants_logits=True,
+        domain=f"domain {number % 4}",
+        session=f"session {number}",
+    )
+
+
+def _rows_of(routing: Routing, top_k: int) -> IntArray:
+    return routing.order // top_k
 
 
 def _nothing() -> Any:
@@ -186,6 +222,7 @@ def main() -> int:
         rows = [decision(name, make(), experts, top_k) for name, make in makers.items()]
         for tokens in (1, 16):
             rows += all_resident(arguments.model, tokens)
+            rows += all_resident(arguments.model, tokens, labelled=True)
         rows.append(share_of_a_step(arguments.model, rows))
     emit("residency_decision", rows, monitor, arguments.json)
     return 0

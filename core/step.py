@@ -117,6 +117,27 @@ class PrefetchStats(msgspec.Struct, kw_only=True):
     time."""
 
 
+class HintStats(msgspec.Struct, kw_only=True):
+    """What hints of coming requests did since the step before, in experts unless said otherwise."""
+
+    state: Literal["probing", "on", "off"] = "off"
+    """Whether they are followed: on trial, because it pays, or not now because it did not."""
+    received: int = 0
+    """Hints that came."""
+    begun: int = 0
+    """Experts that began to be read for them."""
+    useful: int = 0
+    """Asked for soon afterwards, and there by then."""
+    wasted: int = 0
+    """Not asked for soon, or gone again before."""
+    regretted: int = 0
+    """Had made room for one of them, and were asked for sooner than that one."""
+    dropped: int = 0
+    """Awaited no more, as the text turned out not to be about its domain."""
+    wrong_labels: int = 0
+    """Texts found not to be about their domain, by the experts that they use."""
+
+
 class PoolStepStats(msgspec.Struct, kw_only=True):
     """What the expert pool counted in one step."""
 
@@ -161,6 +182,7 @@ class PoolStepStats(msgspec.Struct, kw_only=True):
     failed_rows: tuple[int, ...] = ()
     """Rows that needed an expert which could not be read (quarantined)."""
     prefetch: PrefetchStats = msgspec.field(default_factory=PrefetchStats)
+    hints: HintStats = msgspec.field(default_factory=HintStats)
 
 
 class BatchStats(msgspec.Struct, kw_only=True):
@@ -171,7 +193,9 @@ class BatchStats(msgspec.Struct, kw_only=True):
     prefill_tokens: int
     """Most prompt tokens of this step."""
     reason: str
-    """What bound it, in a word or two: "waiting", "tpot", "ttft", "bounds", "probing"."""
+    """What bound it: "waiting" (nothing but how many there are), "tpot", "ttft" (a first token is
+    at risk), "throughput" (no size keeps the objective), "gathering", "bounds", "probing" (too
+    little is known yet)."""
     predicted_s: float = 0.0
     """What the model of step times said of this step; 0 while it knows too little."""
     model_error: float = 0.0

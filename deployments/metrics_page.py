@@ -7,6 +7,7 @@ so counters stay monotonic when one of them starts again.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -24,6 +25,11 @@ GAUGES = {
     "kv_total": ("kv_blocks", "KV blocks there are."),
     "experts_resident": ("experts_resident", "Experts in slots after the last step."),
     "prefetch_on": ("prefetch_on", "1 while reading ahead pays."),
+    "batch_sequences": ("batch_max_sequences", "Most sequences that may run now."),
+    "batch_prefill_tokens": ("batch_max_prefill_tokens", "Most prompt tokens of a step now."),
+    "step_predicted_s": ("step_predicted_seconds", "What the last step was expected to take."),
+    "step_model_error": ("step_model_error", "Mean relative error of such expectations."),
+    "hints_on": ("hints_on", "1 while reading for requests that are queued pays."),
 }
 COUNTERS = {
     "completed": ("request_success", "Requests answered to their end."),
@@ -33,6 +39,7 @@ COUNTERS = {
     "remakes": ("rank_remakes", "Ranks made again."),
     "steps": ("steps", "Steps of the rank."),
     "step_s": ("step_seconds", "Time in steps."),
+    "held_s": ("step_held_seconds", "Time for which steps were put off to be shared by more."),
     "prompt_tokens": ("prompt_tokens", "Prompt tokens of admitted requests."),
     "completion_tokens": ("generation_tokens", "Tokens of answers."),
     "decode_tokens": ("decode_tokens", "Tokens that passed in decode."),
@@ -47,6 +54,8 @@ COUNTERS = {
     "expert_read_s": ("expert_read_seconds", "Time in which something was being read."),
     "expert_compared_misses": ("expert_compared_misses", "Misses where the optimum is known."),
     "expert_optimum_misses": ("expert_optimum_misses", "Those of Belady's optimum there."),
+    "hints": ("hints", "Hints of queued requests."),
+    "wrong_labels": ("wrong_labels", "Texts that were not about their domain."),
     "prefetch_hidden_s": ("prefetch_hidden_seconds", "Stall that prefetch saved, reckoned."),
 }
 _BY_LABEL = {
@@ -63,38 +72,73 @@ _BY_LABEL = {
         "useful": "prefetch_useful_bytes",
         "wasted": "prefetch_wasted_bytes",
     },
+    ("hint_experts", "outcome", "Experts read for queued requests, by what came of it."): {
+        "begun": "hint_begun",
+        "useful": "hint_useful",
+        "wasted": "hint_wasted",
+        "regretted": "hint_regretted",
+        "dropped": "hint_dropped",
+    },
 }
+_RECALL = ("prefetch_recall", "Share of the experts asked for that a predictor named, lately.")
+_PREDICTORS = ("gate", "transitions", "previous", "prompt", "popularity")
 
 
 _LABELS = ("model_name", "replica")
+_GROUP = "group"
 _Family = GaugeMetricFamily | CounterMetricFamily
 
 
+@dataclass(frozen=True, slots=True)
+class ReplicasStatus:
+    """What the replicas of one model, or of one group of them, count."""
+
+    model: str
+    group: str
+    """"" where the model has no groups."""
+    statuses: Sequence[Mapping[str, float]]
+    """One a replica, as `Supervisor.status` returns it."""
+
+
 class _Statuses(Collector):
-    def __init__(self, model: str, statuses: Sequence[Mapping[str, float]]) -> None:
-        self._model = model
-        self._statuses = statuses
+    def __init__(self, replicas: Sequence[ReplicasStatus]) -> None:
+        self._replicas = replicas
+        grouped = any(each.group for each in replicas)
+        self._labels = (*_LABELS, _GROUP) if grouped else _LABELS
 
     def collect(self) -> Iterator[_Family]:
         """One family a metric, one sample a replica."""
+        labels = self._labels
         for key, (name, text) in GAUGES.items():
-            yield self._filled(GaugeMetricFamily(_PREFIX + name, text, labels=_LABELS), {(): key})
+            yield self._filled(GaugeMetricFamily(_PREFIX + name, text, labels=labels), {(): key})
         for key, (name, text) in COUNTERS.items():
-            yield self._filled(CounterMetricFamily(_PREFIX + name, text, labels=_LABELS), {(): key})
+            yield self._filled(CounterMetricFamily(_PREFIX + name, text, labels=labels), {(): key})
         for (name, label, text), keys in _BY_LABEL.items():
-            family = CounterMetricFamily(_PREFIX + name, text, labels=(*_LABELS, label))
+            family = CounterMetricFamily(_PREFIX + name, text, labels=(*labels, label))
             yield self._filled(family, {(value,): key for value, key in keys.items()})
+        recall = GaugeMetricFamily(_PREFIX + _RECALL[0], _RECALL[1], labels=(*labels, "predictor"))
+        recalls: dict[tuple[str, ...], str] = {
+            (name,): f"prefetch_recall_{name}" for name in _PREDICTORS
+        }
+        yield self._filled(recall, recalls, known_only=True)
 
-    def _filled(self, family: _Family, keys: Mapping[tuple[str, ...], str]) -> _Family:
+    def _filled(
+        self, family: _Family, keys: Mapping[tuple[str, ...], str], known_only: bool = False
+    ) -> _Family:
         for labels, key in keys.items():
-            for status in self._statuses:
-                replica = f"{status.get('pid', 0):.0f}"
-                family.add_metric((self._model, replica, *labels), status.get(key, 0.0))
+            for each in self._replicas:
+                group = (each.group,) if _GROUP in self._labels else ()
+                for status in each.statuses:
+                    if known_only and key not in status:
+                        continue
+                    replica = f"{status.get('pid', 0):.0f}"
+                    value = status.get(key, 0.0)
+                    family.add_metric((each.model, replica, *group, *labels), value)
         return family
 
 
-def metrics_page(model: str, statuses: Sequence[Mapping[str, float]]) -> bytes:
-    """The page's bytes. A status is what `Supervisor.status` returns."""
+def metrics_page(replicas: Sequence[ReplicasStatus]) -> bytes:
+    """The page's bytes."""
     registry = CollectorRegistry()
-    registry.register(_Statuses(model, statuses))
+    registry.register(_Statuses(replicas))
     return generate_latest(registry)

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
-import tempfile
+import math
 from itertools import accumulate
 from pathlib import Path
 
@@ -20,10 +19,13 @@ import numpy as np
 import xxhash
 
 from core.cache_folder import cache_folder, is_there
+from core.whole_file import write_whole
 from expert_pool.checkpoint_index import CheckpointIndex
 
 _log = logging.getLogger(__name__)
 _MAGIC = b"coterie checksums 1\n"
+SAVE_EVERY_S = 30.0
+"""What was learned is kept after so long."""
 
 
 class _Contents(msgspec.Struct):
@@ -50,6 +52,7 @@ class ChecksumBook:
         self._digests = np.zeros(self._starts[-1], dtype="<u8")
         self._tensors: dict[str, int] = {}
         self._changed = False
+        self._unsaved_since: float | None = None
         name = f"checksums-{index.layout_key}.bin"
         place = hashlib.sha256(str(index.model_dir.resolve()).encode()).hexdigest()[:16]
         self.paths = (
@@ -72,6 +75,19 @@ class ChecksumBook:
             self._digests[place] = digest
             self._known[place] = 1
             self._changed = True
+
+    def learn_new(self, ordinal: int, expert: int, digest: int, now_s: float) -> None:
+        """`learn` by a clock: `save_if_due` keeps it SAVE_EVERY_S later."""
+        if self.get(ordinal, expert) is None:
+            self.learn(ordinal, expert, digest)
+            if self._unsaved_since is None:
+                self._unsaved_since = now_s
+
+    def save_if_due(self, now_s: float = math.inf) -> None:
+        """`save` what `learn_new` learned long enough ago; without `now_s`, all of it."""
+        if self._unsaved_since is not None and now_s - self._unsaved_since > SAVE_EVERY_S:
+            self._unsaved_since = None
+            self.save()
 
     def get_tensor(self, name: str) -> int | None:
         """The checksum of a backbone tensor, None where it was not learned yet."""
@@ -128,18 +144,8 @@ class ChecksumBook:
             tensors=self._tensors,
         )
         body = msgspec.msgpack.encode(contents)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".checksums-")
-        try:
-            with os.fdopen(handle, "wb") as stream:
-                stream.write(_MAGIC + xxhash.xxh3_64(body).digest() + body)
-                stream.flush()
-                os.fsync(stream.fileno())
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, path)
-        except OSError:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+        raw = _MAGIC + xxhash.xxh3_64(body).digest() + body
+        write_whole(path, lambda stream: stream.write(raw), mode=0o644)
 
     def _read(self, path: Path) -> _Contents | None:
         try:

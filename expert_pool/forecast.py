@@ -9,7 +9,7 @@ for any of this.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -17,9 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from core.step import SequencePart
+from expert_pool.popularity import Popularity
 from expert_pool.predictors import (
+    HALF_LIFE_TOKENS,
     PROMPT_FIRST_TOKENS,
-    LabelPredictor,
     PreviousTokenPredictor,
     PromptPredictor,
     Scores,
@@ -42,7 +43,6 @@ _ALL_SOURCES_EVERY: Final = 4
 """Steps between those in which all predictors are judged; in the others, the best one is."""
 _SEQUENCES_REMEMBERED: Final = 256
 _SEQUENCES_LOOKED_AT: Final = 8
-_LABELS: Final = 4
 
 
 @dataclass(slots=True)
@@ -77,7 +77,7 @@ class Forecaster:
         self._transitions = TransitionPredictor(num_layers, num_experts)
         self._previous = PreviousTokenPredictor(num_layers, num_experts)
         self._prompts = PromptPredictor(num_layers, num_experts)
-        self._labels = LabelPredictor(num_layers, num_experts, _LABELS)
+        self._everyone = Popularity(num_layers, num_experts, HALF_LIFE_TOKENS)
         self._last: list[IntArray] = [np.zeros(0, np.int64)] * num_layers
         """What each layer was last asked for."""
         self._known = tuple(range(0 if has_gate else 1, len(SOURCES)))
@@ -85,7 +85,8 @@ class Forecaster:
         self._buckets: IntArray | None = None
         """Of the step's prompts."""
         self._only_prompt = False
-        self._label: Hashable = None
+        self._rates: FloatArray | None = None
+        """[layers, experts]: popularity by the labels of the step's sequences."""
         self._steps = 0
         classes = 2 * (len(_CLASS_STARTS) + 1)
         shape = (classes, len(SOURCES), num_experts)
@@ -99,20 +100,23 @@ class Forecaster:
     @property
     def nbytes(self) -> int:
         """Bytes of all tables."""
-        everyone = self._labels.everyone.counts.nbytes
         own = self._transitions.nbytes + self._prompts.nbytes + 4 * self._asked_here.nbytes
-        return own + 2 * everyone + self._labels.num_labels * everyone
+        return own + 2 * self._everyone.counts.nbytes
 
     def begin_step(
-        self, parts: Iterable[SequencePart] = (), label: Hashable = None, in_order: bool = False
+        self,
+        parts: Iterable[SequencePart] = (),
+        in_order: bool = False,
+        rates: FloatArray | None = None,
     ) -> None:
-        """The sequences that pass in this step, and the domain or session they have in common.
+        """The sequences that pass in this step; `rates` [layers, experts] is what their domains and
+        sessions let expect, None where these are unknown: what everyone uses.
 
         `in_order`: they pass layer by layer. How their prompts begin is kept for later steps, and
         no prompt is learned from: nothing says that a layer is asked once for the whole of one.
         """
         self._steps += 1
-        self._label = label
+        self._rates = rates
         first_ids: list[int] = []
         alone, count = False, 0
         for part in parts:
@@ -128,6 +132,10 @@ class Forecaster:
         self._buckets = self._prompts.buckets(tuple(dict.fromkeys(first_ids))) if known else None
         self._only_prompt = alone and count == 1
 
+    def expected_of_prompt(self, token_ids: Sequence[int]) -> FloatArray | None:
+        """Rates that a prompt's first ids let expect, [layers, experts]; None where all are new."""
+        return self._prompts.predict_all(token_ids)
+
     def wants_gate(self, layer: int, tokens: int) -> bool:
         """Whether the scores of a layer's gate are of use in this step, of so many tokens."""
         best = self._best[self._class_of(layer, tokens)]
@@ -139,7 +147,7 @@ class Forecaster:
         self._transitions.learn(source, self._last[source], experts, tokens)
         self._last[layer] = experts
         self._previous.learn_counts(layer, experts, counts, tokens)
-        self._labels.learn(self._label, layer, experts, counts, tokens)
+        self._everyone.add(layer, experts, counts, tokens)
         if self._only_prompt and self._buckets is not None:
             rates = np.zeros(self._num_experts)
             rates[experts] = counts / tokens
@@ -166,7 +174,7 @@ class Forecaster:
                 rows.append(scores)
                 sources.append(source)
         if not rows:
-            rows, sources = [self._labels.predict(self._label, layer)], [len(SOURCES) - 1]
+            rows, sources = [self._popular(layer)], [len(SOURCES) - 1]
         negated = np.empty((len(rows), self._num_experts))
         for at, scores in enumerate(rows):
             np.negative(scores, out=negated[at])
@@ -263,7 +271,12 @@ class Forecaster:
             return self._previous.predict(layer)
         if source == 3:
             return None if self._buckets is None else self._prompts.predict(self._buckets, layer)
-        return self._labels.predict(self._label, layer)
+        return self._popular(layer)
+
+    def _popular(self, layer: int) -> Scores:
+        if self._rates is not None:
+            return self._rates[layer].astype(np.float64)
+        return self._everyone.rates(layer)
 
 
 def _rates(asked: FloatArray, judged: FloatArray) -> FloatArray:

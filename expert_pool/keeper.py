@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +13,11 @@ from expert_pool.quotas import QuotaKeeper
 from expert_pool.regret import RegretMeter
 from expert_pool.residency import Residency
 from expert_pool.settings import PoolSettings
-from expert_pool.tables import IntArray
+from expert_pool.store import PRELOAD
+from expert_pool.tables import IntArray, State
+
+if TYPE_CHECKING:
+    from expert_pool.pool import ExpertPool
 
 
 class Keeper:
@@ -83,3 +88,25 @@ class Keeper:
         """End what runs beside the step's thread."""
         if self._regret is not None:
             self._regret.close()
+
+
+def move_slots(pool: ExpertPool, source: int, target: int, slots: int) -> None:
+    """As `ExpertPool.move_quota`."""
+    pair = (source, target)
+    preloads = [(load.layer, load.expert) for load in pool.under_way if load.priority == PRELOAD]
+    for layer in pair:
+        pool.call_off_preloads(layer)
+    while any(load.layer in pair for load in pool.under_way):
+        pool.collect(wait=True)
+    residency = pool.residency
+    try:
+        residency.move_quota(source, target, slots)
+    finally:
+        for layer, expert in preloads:
+            if (
+                residency.states.state[layer, expert] == State.UNLOADED
+                and layer in pair
+                and residency.num_free(layer)
+            ):
+                for _, slot in residency.admit(layer, [expert]):
+                    pool.submit(layer, expert, slot, PRELOAD)

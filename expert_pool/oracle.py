@@ -137,10 +137,6 @@ class Window:
         misses = belady_misses(padded, self.num_experts, self.capacity, held, after_step)
         return int(misses.sum())
 
-    def regret(self) -> int:
-        """Misses more than the optimum's. Below 0 only where prefetch brought experts unasked."""
-        return self.misses - self.optimum()
-
 
 class ShadowWindow:
     """Keeps what one sampled layer is asked for until a window is full; then hands it out.

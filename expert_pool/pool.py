@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,18 +11,22 @@ import numpy.typing as npt
 import torch
 
 from core.errors import CheckpointError
-from core.step import PoolStepStats, SequencePart
+from core.step import PoolStepStats, RoutingSummary, SequencePart
 from expert_pool.checksums import ChecksumBook
+from expert_pool.domain_popularity import FloatArray
 from expert_pool.eviction_rules import EvictionRules
+from expert_pool.expectations import Expectations
 from expert_pool.file_reader import Reader
 from expert_pool.host_tier import HostTier
-from expert_pool.keeper import Keeper
+from expert_pool.keeper import Keeper, move_slots
+from expert_pool.kernels.choice import choose_kernels
 from expert_pool.ordered_pass import OrderedPass
 from expert_pool.policies import make_policy
+from expert_pool.preload import begin_preloads
 from expert_pool.read_ahead import ReadAhead
 from expert_pool.residency import Residency
 from expert_pool.settings import PoolSettings, expert_memory_bytes
-from expert_pool.store import DEMAND, PRELOAD, ExpertStore, Load
+from expert_pool.store import DEMAND, ExpertStore, Load
 from expert_pool.tables import IntArray, ResidencyViolation, State
 from expert_pool.tiers import open_host_tier, open_reader
 from expert_pool.usage import Usage
@@ -30,8 +34,6 @@ from expert_pool.waves import LayerPass
 
 if TYPE_CHECKING:
     from expert_pool.checkpoint_index import CheckpointIndex
-
-_SAVE_CHECKSUMS_EVERY_S = 30.0
 
 
 class ExpertPool:
@@ -74,7 +76,6 @@ class ExpertPool:
         )
         self._checksums = ChecksumBook(index) if settings.verify_checksums else None
         self.clock = clock
-        self._unsaved_since: float | None = None
         self._store = ExpertStore(
             index,
             reader or open_reader(index, settings, self.device),
@@ -115,6 +116,7 @@ class ExpertPool:
         )
         if settings.prefetch != "off" and len(layers) > 1 and not whole:
             self.read_ahead = ReadAhead(self, always=settings.prefetch == "on")
+        self.expectations = Expectations(self)
         self.preload([(layer, e) for layer, experts in settings.hot_set.items() for e in experts])
 
     def attach(self, model: torch.nn.Module) -> None:
@@ -131,6 +133,7 @@ class ExpertPool:
                     f"found {sorted(names)}"
                 )
             object.__setattr__(module, "_coterie", (self, layer.ordinal))
+        choose_kernels(self, model)
         if self.read_ahead is not None:
             self.read_ahead.attach(model)
 
@@ -145,8 +148,10 @@ class ExpertPool:
         self._bad_rows.clear()
         self._failed_rows.clear()
         self._step += 1
+        parts = tuple(parts)
+        rates = self.expectations.begin_step(parts)
         if self.read_ahead is not None:
-            self.read_ahead.begin_step(parts, in_order)
+            self.read_ahead.begin_step(parts, in_order, rates)
 
     def end_step(self) -> PoolStepStats:
         """What the step cost. Raises ResidencyViolation if an expert is still pinned."""
@@ -166,13 +171,9 @@ class ExpertPool:
         stats.failed_rows = tuple(sorted(self._failed_rows))
         if self.read_ahead is not None:
             stats.prefetch = self.read_ahead.end_step(stats.stall_s)
-        if (
-            self._unsaved_since is not None
-            and self.clock() - self._unsaved_since > _SAVE_CHECKSUMS_EVERY_S
-        ):
-            self._save_checksums()
-        if self.usage is not None:
-            self.usage.save_now_and_then(self.loads)
+        if self._checksums is not None:
+            self._checksums.save_if_due(self.clock())
+        self.expectations.end_step(stats)
         return stats
 
     def demand(
@@ -182,11 +183,13 @@ class ExpertPool:
         tokens: int,
         in_order: bool = False,
         weights: Callable[[], npt.NDArray[np.floating]] | None = None,
+        rows: Callable[[], IntArray] | None = None,
     ) -> LayerPass | OrderedPass:
         """`tokens` rows are at a layer and chose each of its experts `counts[expert]` times.
 
         `in_order`: many rows, whose experts are to come one after another, each read once.
         `weights()`: what each expert got of the rows' router weights.
+        `rows()`: of the present forward call, by expert: first those that chose expert 0.
         """
         if self._loads:
             self._take_in(self._store.finished(wait=False))
@@ -207,6 +210,7 @@ class ExpertPool:
         if self.residency.states.is_whole(layer):
             stats.demand_hits += number
         else:
+            self.expectations.demanded(layer, active)
             resident = self.residency.states.is_resident(layer, active)
             hits = int(np.count_nonzero(resident if new is None else resident[new]))
             stats.demand_hits += hits
@@ -217,9 +221,10 @@ class ExpertPool:
                     self._awaited[layer, expert] = self._awaited.get((layer, expert), 0) + 1
             if not has_slots_for_all:
                 self._keeper.demanded(layer, active, used, tokens, active[~resident], weights)
+        if rows is not None and self.expectations.gathers:
+            self.expectations.note(layer, counts, rows() + self.row_offset)
         if self.read_ahead is not None:
-            in_vain = self.read_ahead.demanded(layer, active, used, tokens)
-            self._call_off([self._loads[layer, expert] for expert in in_vain])
+            self.call_off(layer, self.read_ahead.demanded(layer, active, used, tokens))
         return OrderedPass(self, layer, active) if in_order else LayerPass(self, layer, active)
 
     def report_bad_rows(self, rows: Sequence[int]) -> None:
@@ -230,15 +235,28 @@ class ExpertPool:
         """Rows of the present forward call that needed an expert which could not be read."""
         self._failed_rows.update(self.row_offset + row for row in rows)
 
-    def expected_cost(self, experts_by_layer: Mapping[int, Sequence[int]]) -> int:
-        """Bytes that would be read if these experts were asked for now. Changes nothing."""
-        total = 0
-        for layer, experts in experts_by_layer.items():
-            distinct = np.unique(np.asarray(experts, dtype=np.int64))
-            missing = distinct.size - int(self.residency.states.is_resident(layer, distinct).sum())
-            if missing:
-                total += missing * self.index.record(layer, 0).nbytes
-        return total
+    def hint(
+        self, domain: str, session: str = "", tenant: str = "", first_ids: Sequence[int] = ()
+    ) -> None:
+        """A request is coming: what it will likely need may be read. Between steps.
+
+        `first_ids` begin its prompt; they count where nothing is known of its domain and session.
+        Nothing happens where they are new too, or where hints do not pay.
+        """
+        self.expectations.hint(domain, session, tenant, first_ids)
+
+    def signature(
+        self, domain: str, session: str = "", first_ids: Sequence[int] = (), tenant: str = ""
+    ) -> FloatArray | None:
+        """How likely a token of such a request chooses each expert, [layers, experts].
+
+        None before anything is known. Not to be written; it costs no reckoning most of the time.
+        """
+        return self.expectations.signature(domain, session, tenant, first_ids)
+
+    def routing_summary(self) -> RoutingSummary:
+        """Where experts lie and what a miss costs, for whoever chooses a replica."""
+        return self.expectations.summary()
 
     def move_quota(self, from_ordinal: int, to_ordinal: int, slots: int = 1) -> None:
         """Hand slots of one layer to another of equal shape, between steps.
@@ -247,23 +265,7 @@ class ExpertPool:
         called off, and queued again where there is room; prefetched ones are not.
         Raises BudgetError where a layer would have fewer slots than top_k or more than experts.
         """
-        pair = (from_ordinal, to_ordinal)
-        preloads = [at for at, load in self._loads.items() if load.priority == PRELOAD]
-        for layer in pair:
-            self.call_off_preloads(layer)
-        while any(layer in pair for layer, _ in self._loads):
-            self.collect(wait=True)
-        try:
-            self.residency.move_quota(from_ordinal, to_ordinal, slots)
-        finally:
-            for layer, expert in preloads:
-                if (
-                    self.residency.states.state[layer, expert] == State.UNLOADED
-                    and layer in pair
-                    and self.residency.num_free(layer)
-                ):
-                    for _, slot in self.residency.admit(layer, [expert]):
-                        self.submit(layer, expert, slot, PRELOAD)
+        move_slots(self, from_ordinal, to_ordinal, slots)
 
     def preload(self, experts: Sequence[tuple[int, int]]) -> None:
         """Begin to read (layer, expert) pairs while nothing else is to be read, first ones first.
@@ -271,18 +273,7 @@ class ExpertPool:
         Takes free slots, then evicts experts that are not among them. What finds no room, is
         there already, or is quarantined, is left out.
         """
-        by_layer: dict[int, list[int]] = {}
-        for layer, expert in dict.fromkeys(experts):
-            by_layer.setdefault(layer, []).append(expert)
-        rank = {pair: at for at, pair in enumerate(dict.fromkeys(experts))}
-        admitted = []
-        for layer, wanted in by_layer.items():
-            row = self.residency.states.state[layer]
-            missing = [expert for expert in wanted if row[expert] == State.UNLOADED]
-            for expert, slot in self.residency.admit(layer, missing, keep=np.array(wanted)):
-                admitted.append((rank[layer, expert], layer, expert, slot))
-        for _, layer, expert, slot in sorted(admitted):
-            self.submit(layer, expert, slot, PRELOAD)
+        begin_preloads(self, experts)
 
     def evict(self, experts: Sequence[tuple[int, int]]) -> None:
         """Let go of (layer, expert) pairs; those pinned, on their way or not here stay as are."""
@@ -314,9 +305,9 @@ class ExpertPool:
         """Stop the readers, keep what was learned. The pool is of no use afterwards."""
         self._keeper.close()
         self._store.close()
-        self._save_checksums()
-        if self.usage is not None:
-            self.usage.save(self.loads)
+        if self._checksums is not None:
+            self._checksums.save_if_due()
+        self.expectations.save()
 
     def submit(self, layer: int, expert: int, slot: int, priority: int) -> None:
         """Have the store fill a slot that was admitted."""
@@ -352,11 +343,22 @@ class ExpertPool:
             return []
         return self._take_in(self._store.finished(wait))
 
+    def call_off(self, layer: int, experts: Sequence[int]) -> None:
+        """Drop the reads of experts of a layer that have not begun; others stay as they are."""
+        loads = [self._loads.get((layer, expert)) for expert in experts]
+        self._call_off([load for load in loads if load is not None and load.priority != DEMAND])
+
+    @property
+    def under_way(self) -> Collection[Load]:
+        """Experts that are being read or will be."""
+        return self._loads.values()
+
     def _call_off(self, loads: list[Load]) -> bool:
         called_off = [load for load in loads if self._store.call_off(load)]
         for load in called_off:
             del self._loads[load.layer, load.expert]
             self.residency.called_off(load.layer, load.expert)
+            self.expectations.preloader.called_off(load.layer, load.expert)
             if self.read_ahead is not None:
                 self.read_ahead.prefetcher.called_off(load.layer, load.expert)
         return bool(called_off)
@@ -383,18 +385,6 @@ class ExpertPool:
                 self.residency.failed(load.layer, load.expert)
                 continue
             self.residency.landed(load.layer, load.expert)
-            self._learn(load)
+            if self._checksums is not None and load.digest is not None:
+                self._checksums.learn_new(load.layer, load.expert, load.digest, self.clock())
         return loads
-
-    def _learn(self, load: Load) -> None:
-        if self._checksums is None or load.digest is None:
-            return
-        if self._checksums.get(load.layer, load.expert) is None:
-            self._checksums.learn(load.layer, load.expert, load.digest)
-            if self._unsaved_since is None:
-                self._unsaved_since = self.clock()
-
-    def _save_checksums(self) -> None:
-        if self._checksums is not None and self._unsaved_since is not None:
-            self._checksums.save()
-        self._unsaved_since = None

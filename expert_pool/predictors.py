@@ -6,8 +6,7 @@ layer's own gate, applied to the present hidden state, needs the model: see next
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -28,6 +27,8 @@ PROMPT_BYTES: Final = 256 * 1024
 MAX_PROMPT_BUCKETS: Final = 1024
 PROMPT_FIRST_TOKENS: Final = 32
 """Only so many first ids of a prompt are looked at."""
+_RAREST_IDS: Final = 16
+"""They say most of a prompt, and bound what `predict_all` costs."""
 _PROMPTS_HALVED_AT: Final = 512.0
 
 
@@ -171,73 +172,18 @@ class PromptPredictor:
         scores: Scores = (np.dot(weights * weights, sums) / weights.sum()).astype(np.float64)
         return scores
 
+    def predict_all(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32] | None:
+        """`predict` for all layers at once, [layers, experts], by the rarest of the first ids.
 
-class LabelPredictor:
-    """Popularity by label, such as a domain or a session; an unknown label gets everyone's."""
-
-    def __init__(self, num_layers: int, num_experts: int, max_labels: int) -> None:
-        if max_labels < 1:
-            raise ValueError(f"expected room for at least one label, found {max_labels}")
-        self.max_labels = max_labels
-        self.everyone = Popularity(num_layers, num_experts, HALF_LIFE_TOKENS)
-        self._labels: OrderedDict[Hashable, Popularity] = OrderedDict()
-
-    def learn(
-        self, label: Hashable, layer: int, experts: IntArray, counts: IntArray, tokens: int
-    ) -> None:
-        """`tokens` of `label` passed a layer and chose `experts` `counts` times.
-
-        None is no label: they count with everyone's only.
+        None where none of them was seen in every layer.
         """
-        self.everyone.add(layer, experts, counts, tokens)
-        if label is None:
-            return
-        own = self._labels.get(label)
-        if own is None:
-            if len(self._labels) >= self.max_labels:
-                self._labels.popitem(last=False)
-            layers, num_experts = self.everyone.counts.shape
-            own = self._labels[label] = Popularity(layers, num_experts, HALF_LIFE_TOKENS)
-        self._labels.move_to_end(label)
-        own.add(layer, experts, counts, tokens)
-
-    @property
-    def num_labels(self) -> int:
-        """Labels that are remembered."""
-        return len(self._labels)
-
-    def predict(self, label: Hashable, layer: int) -> Scores:
-        """Expected rates: the label's own, drawn towards everyone's by 16 imagined tokens."""
-        everyone = self.everyone.rates(layer)
-        own = self._labels.get(label)
-        if own is None:
-            return everyone
-        imagined = 16.0
-        tokens = float(own.tokens[layer])
-        scores: Scores = (own.counts[layer] + imagined * everyone) / (tokens + imagined)
-        return scores
-
-
-class RecallMeter:
-    """Share of the experts asked for that were among the highest scores, by budget."""
-
-    def __init__(self, budgets: Sequence[int]) -> None:
-        self.budgets = tuple(budgets)
-        self.demanded = 0
-        self._found = np.zeros(len(self.budgets), dtype=np.int64)
-
-    def add(self, scores: Scores, experts: IntArray) -> None:
-        """The predictor gave `scores`; the router then chose `experts`."""
-        order = np.argsort(-scores, kind="stable")
-        rank = np.empty_like(order)
-        rank[order] = np.arange(order.size)
-        ranks = rank[experts]
-        self.demanded += experts.size
-        self._found += np.array([(ranks < budget).sum() for budget in self.budgets])
-
-    def recall(self) -> dict[int, float]:
-        """Recall by budget, of everything added so far; 0 before the first."""
-        return {
-            budget: int(found) / max(self.demanded, 1)
-            for budget, found in zip(self.budgets, self._found, strict=True)
-        }
+        buckets = self.buckets(token_ids)
+        prompts = self._prompts[:, buckets]
+        known = np.flatnonzero((prompts > 0).all(axis=0))
+        if not known.size:
+            return None
+        rarest = known[np.argsort(prompts[0, known], kind="stable")[:_RAREST_IDS]]
+        weights = 1.0 / prompts[:, rarest]
+        sums = self._sums[:, buckets[rarest]].astype(np.float32)
+        scores = np.einsum("lb,lbe->le", weights * weights, sums)
+        return (scores / weights.sum(axis=1)[:, None]).astype(np.float32)

@@ -15,7 +15,7 @@ demanded. Plain arrays and numbers, the clock passed in: the pool asks and does 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -114,13 +114,16 @@ class Prefetcher:
         return self.forecaster.distance
 
     def begin_step(
-        self, parts: Iterable[SequencePart] = (), label: Hashable = None, in_order: bool = False
+        self,
+        parts: Iterable[SequencePart] = (),
+        in_order: bool = False,
+        rates: FloatArray | None = None,
     ) -> None:
         """As `Forecaster.begin_step`."""
         self._steps += 1
         self._last_layer = None
         self._step_began = self._clock()
-        self.forecaster.begin_step(parts, label, in_order)
+        self.forecaster.begin_step(parts, in_order, rates)
         self._adjust_distance()
 
     def end_step(self, stall_s: float) -> PrefetchStats:
@@ -269,6 +272,10 @@ class Prefetcher:
             self.payoff.window.hidden_s += hidden_s
         if asked:
             self.payoff.pass_ended()
+
+    def awaited(self, layer: int) -> set[int]:
+        """Prefetched experts that have not been asked for yet."""
+        return self._open[layer]
 
     def check(self, states: npt.NDArray[np.int8]) -> bool:
         """Whether the books agree with the states of all layers."""

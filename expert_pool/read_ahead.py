@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from core.step import PrefetchStats, SequencePart
+from expert_pool.forecast import FloatArray
 from expert_pool.next_gate import NextGate, as_scores
 from expert_pool.prefetch import Prefetcher
 from expert_pool.store import PREFETCH, PRELOAD, Load
@@ -41,10 +42,18 @@ class ReadAhead:
         )
         self.prefetcher = self._new_prefetcher()
 
-    def begin_step(self, parts: Iterable[SequencePart], in_order: bool = False) -> None:
-        """The sequences that pass in this step; `in_order`: layer by layer."""
+    def begin_step(
+        self,
+        parts: Iterable[SequencePart],
+        in_order: bool = False,
+        rates: FloatArray | None = None,
+    ) -> None:
+        """The sequences that pass in this step; `in_order`: layer by layer.
+
+        `rates` [layers, experts]: what their labels let expect.
+        """
         self._gate = None
-        self.prefetcher.begin_step(parts, in_order=in_order)
+        self.prefetcher.begin_step(parts, in_order, rates)
 
     def end_step(self, stall_s: float) -> PrefetchStats:
         """What came of it in the step, in which reads were awaited for `stall_s` seconds."""

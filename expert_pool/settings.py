@@ -108,12 +108,27 @@ class PoolSettings(ConfigModel):
     hot_start_s: float = Field(default=10.0, ge=0)
     """Seconds that a start may take to read the experts that were used most in earlier runs, before
     it is ready. 0: they are neither read nor kept count of."""
+    hints: Literal["auto", "on", "off"] = "auto"
+    """Whether to read what a request will likely need, by its domain and session, while it is still
+    queued: "auto" while it measurably pays, "on" always, "off" never."""
+    popularity_memory: ByteCount = Field(default=16 * 1024**2, ge=0)
+    """Bytes for what is known of domains and sessions, at most 64 of each; 0: they are not looked
+    at."""
+    tenant_share: float = Field(default=0.5, gt=0, le=1)
+    """What one tenant counts for at most in the popularity of a domain that others use too, and the
+    share of the experts read by hints that may be read for it."""
     read_threads: int = Field(default=4, ge=1, le=64)
     """Threads that read experts from disk."""
     direct_io: bool = True
     """Read past the page cache (O_DIRECT) where the file system can; else buffered."""
     verify_checksums: bool = True
     """Compare every expert read with its checksum; the first read of an expert learns it."""
+    kernel: Literal["auto", "torch", "native", "avx2", "generic"] = "auto"
+    """What computes bf16 experts on a CPU: "native" kernels, which `make install` compiles where
+    there is a C++ compiler; "torch"; or "auto", native for as many rows an expert as a short
+    measurement at the first start found it faster. "avx2" and "generic" are native with those
+    instructions alone. Last bits differ between them. Layers that native cannot compute go to
+    torch."""
     scratch_bytes: ByteCount = Field(default=256 * 1024**2, ge=1024**2)
     """Bytes for the intermediate results of one MoE layer. Inputs that need more pass the layer
     in several row chunks, whose sizes depend on the number of rows alone."""

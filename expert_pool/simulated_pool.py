@@ -42,6 +42,11 @@ class SimulatedPool:
             floors = [k + self._hot.get(at, nobody).size for at, k in enumerate(top_k)]
             self._keeper = QuotaKeeper(rules, [0] * len(quotas), floors, num_experts)
 
+    @property
+    def resident(self) -> npt.NDArray[np.bool_]:
+        """Who has a slot now, [layers, experts]. Not to be written."""
+        return self._resident
+
     def demand(
         self,
         layer: int,

@@ -1,7 +1,8 @@
 """What a model's experts were used for in earlier runs, kept on disk by the model's content.
 
-A new replica reads the experts that were used most before it is ready. All replicas of a machine
-add to one file; it is replaced as a whole, so a full disk or a crash leaves the old one.
+A new replica reads the experts that were used most before it is ready, and knows the domains. All
+replicas of a machine add to one file; it is replaced as a whole, so a full disk or a crash leaves
+the old one.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import fcntl
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -20,7 +21,9 @@ import numpy as np
 
 from core.cache_folder import cache_folder, is_there
 from core.errors import CheckpointError
+from expert_pool import popularity_file
 from expert_pool.popularity import Popularity
+from expert_pool.popularity_file import StoredUse
 from expert_pool.tables import IntArray, State
 
 if TYPE_CHECKING:
@@ -41,42 +44,40 @@ class Usage:
     def __init__(self, index: CheckpointIndex, clock: Callable[[], float]) -> None:
         self.path: Path = cache_folder() / "popularity" / f"{index.content_key}.npz"
         self._content_key = index.content_key
-        self._num_experts = [layer.num_experts for layer in index.layers]
-        self._top_k = [layer.top_k for layer in index.layers]
+        self._top_k = np.array([layer.top_k for layer in index.layers])
         self._clock = clock
         self._saved_s = clock()
-        self._saved: IntArray = np.zeros(
-            (len(self._num_experts), max(self._num_experts)), dtype=np.int64
-        )
+        most = max(layer.num_experts for layer in index.layers)
+        self._saved: IntArray = np.zeros((len(index.layers), most), dtype=np.int64)
 
     def hot_list(self, slots: IntArray) -> list[tuple[int, int]]:
         """(layer, expert) that were used most, for `slots` of each layer; [] if nothing is known.
 
         The most used one over all layers comes first.
         """
-        known = self._load()
-        return [] if known is None else known.hot_list(slots)
+        known = self.known()
+        return [] if known is None else known.everyone.hot_list(slots)
 
-    def save_now_and_then(self, loads: IntArray) -> None:
-        """`save`, if the last time is long ago."""
-        if self._clock() - self._saved_s >= SAVE_EVERY_S:
-            self.save(loads)
+    def is_due(self) -> bool:
+        """Whether the last time that it was saved is long ago."""
+        return self._clock() - self._saved_s >= SAVE_EVERY_S
 
-    def save(self, loads: IntArray) -> None:
-        """Adds what was used since the last time; `loads` [layers, experts] counts from the start.
+    def save(self, loads: IntArray, domains: Mapping[str, Popularity] | None = None) -> bool:
+        """Adds what was used since the last time; `loads` [layers, experts] counts from the start,
+        `domains` what the tokens of each were used for since the last time that it was kept.
 
-        Where the file cannot be written, a warning says so and nothing else happens.
+        Where the file cannot be written, a warning says so and nothing else happens; False then.
         """
         self._saved_s = self._clock()
         fresh = loads - self._saved
         if not fresh.any():
-            return
+            return True
         try:
             with self._my_turn() as mine:
                 if not mine:
                     _log.warning("%s is being written by another process: next time", self.path)
-                    return
-                self._add(fresh)
+                    return False
+                self._add(fresh, domains or {})
         except OSError as error:
             _log.warning(
                 "%s cannot be written (%s): a new replica will start without knowing which "
@@ -84,15 +85,32 @@ class Usage:
                 self.path,
                 error.strerror or error,
             )
-            return
+            return False
         self._saved = loads.copy()
+        return True
 
-    def _add(self, fresh: IntArray) -> None:
-        known = self._load() or Popularity(fresh.shape[0], fresh.shape[1], HALF_LIFE_TOKENS)
-        for layer, number in enumerate(self._num_experts):
-            tokens = int(fresh[layer].sum()) // self._top_k[layer]
-            known.add(layer, np.arange(number), fresh[layer, :number], tokens)
-        known.save(self.path, self._content_key)
+    def known(self) -> StoredUse | None:
+        """What lies on the disk now."""
+        if not is_there(self.path):
+            return None
+        try:
+            found = popularity_file.load(self.path, self._content_key)
+        except CheckpointError as error:
+            _log.warning("%s; it is made anew", error)
+            return None
+        return found if found.everyone.counts.shape == self._saved.shape else None
+
+    def _add(self, fresh: IntArray, domains: Mapping[str, Popularity]) -> None:
+        known = self.known() or StoredUse(self._nothing())
+        known.everyone.add_all(fresh, fresh.sum(axis=1) // self._top_k)
+        for name, popularity in domains.items():
+            stored = known.domains.setdefault(name, self._nothing())
+            stored.add_all(popularity.counts, popularity.tokens)
+        popularity_file.save(known, self.path, self._content_key)
+
+    def _nothing(self) -> Popularity:
+        layers, experts = self._saved.shape
+        return Popularity(layers, experts, HALF_LIFE_TOKENS)
 
     @contextlib.contextmanager
     def _my_turn(self) -> Iterator[bool]:
@@ -106,16 +124,6 @@ class Usage:
             yield _taken(lock, time.monotonic() + _PATIENCE_S)
         finally:
             os.close(lock)  # and with it the turn
-
-    def _load(self) -> Popularity | None:
-        if not is_there(self.path):
-            return None
-        try:
-            found = Popularity.load(self.path, self._content_key)
-        except CheckpointError as error:
-            _log.warning("%s; it is made anew", error)
-            return None
-        return found if found.counts.shape == self._saved.shape else None
 
 
 def _taken(lock: int, until_s: float) -> bool:

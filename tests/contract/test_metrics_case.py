@@ -47,7 +47,7 @@ def test_m21_hits_by_tier_prefetched_bytes_and_residents(server: LocalServer) ->
     answer = post(server.url, "/v1/completions", body)
     assert answer.status_code == 200, answer.text
     after = metrics(server)
-    grown = {name: after[name] - before[name] for name in after}
+    grown = {name: after[name] - before.get(name, 0.0) for name in after}
     tier = "coterie_expert_accesses_total:tier="
     accesses = {name: grown[tier + name] for name in ("slot", "host", "disk")}
     steps = grown["coterie_steps_total"]

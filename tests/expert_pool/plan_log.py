@@ -12,16 +12,17 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import msgspec
 import numpy as np
 import torch
 import xxhash
 
 from core.errors import BudgetError
 from core.request import Request, SamplingParams
-from core.step import PoolStepStats, StepPlan
+from core.step import PoolStepStats, SequencePart, StepPlan
 from engine.engine import Engine
 from engine.stock_runner import StockRunner
-from expert_pool import forecast, prefetch, quotas, regret
+from expert_pool import expectations, forecast, label_judge, prefetch, preload, quotas, regret
 from expert_pool.checkpoint_index import CheckpointIndex
 from expert_pool.file_reader import FileReader
 from expert_pool.host_tier import HostTier
@@ -39,6 +40,8 @@ class PlanLog:
     plans: list[StepPlan] = field(default_factory=list)
     hashes: list[str] = field(default_factory=list)
     """Of the logits of each step."""
+    kernel: str = "torch"
+    """What computed the experts, as the pool's settings name it."""
 
     @property
     def runner(self) -> Any:
@@ -55,7 +58,13 @@ def hash_logits(logits: torch.Tensor) -> str:
     return f"{tuple(logits.shape)} {xxhash.xxh3_128_hexdigest(raw.data)}"
 
 
-def record(model_dir: Path, dtype: str, seed: int = 0, expert_memory: str | int = "all") -> PlanLog:
+def record(
+    model_dir: Path,
+    dtype: str,
+    seed: int = 0,
+    expert_memory: str | int = "all",
+    kernel: str = "torch",
+) -> PlanLog:
     """Serves a few requests, some greedy, with prompts in parts, prefix hits and preemption.
 
     With less than all `expert_memory`, long prompts pass layer by layer.
@@ -73,13 +82,13 @@ def record(model_dir: Path, dtype: str, seed: int = 0, expert_memory: str | int 
             "context_tokens": 48,
             "scratch_memory": 2**22,
         },
-        {"expert_memory": expert_memory, "read_threads": 1},
+        {"expert_memory": expert_memory, "read_threads": 1, "kernel": kernel},
     )
     pool = engine.pool
     # Everything is read once, so that every checksum is known later.
     pool.preload([(la.ordinal, e) for la in index.layers for e in range(la.num_experts)])
     pool.settle()
-    log = PlanLog(engine, index)
+    log = PlanLog(engine, index, kernel=kernel)
     run = engine._runner.run
 
     def run_and_note(plan: StepPlan) -> torch.Tensor:
@@ -151,6 +160,21 @@ class FuzzReader:
         self._files.close()
 
 
+LABELS = (("", "code", "law"), ("", "s1", "s2"), ("", "ann", "bob"))
+"""Domains, sessions and tenants that a replay's sequences and hints have."""
+
+
+def labelled(plan: StepPlan, rng: random.Random) -> tuple[SequencePart, ...]:
+    """The plan's parts with labels, which never change what is computed."""
+    names = ("domain", "session", "tenant")
+    return tuple(
+        msgspec.structs.replace(
+            part, **{name: rng.choice(some) for name, some in zip(names, LABELS, strict=True)}
+        )
+        for part in plan.parts
+    )
+
+
 class Fuzzer:
     """Moves experts about through the pool's public calls, before every access."""
 
@@ -184,6 +208,8 @@ class Fuzzer:
             wanted = [pair for la in layers for pair in self.some(la, 0.2)]
             rng.shuffle(wanted)
             self.pool.preload(wanted)
+        if rng.random() < 0.5:
+            self.pool.hint(*(rng.choice(names) for names in LABELS), first_ids=(1, 2))
         if rng.random() < 0.2 and len(layers) > 1:
             source, target = rng.sample(layers, 2)
             with suppress(BudgetError):  # out of bounds or unequal shapes: nothing moved
@@ -224,6 +250,11 @@ class Replay:
 @patch.object(regret, "WINDOW_STEPS", 3)
 @patch.object(prefetch, "ALLOWANCE", 100.0)
 @patch.object(forecast, "_ALL_SOURCES_EVERY", 2)
+@patch.object(expectations, "LEARN_EVERY", 2)
+@patch.object(label_judge, "ENOUGH_TOKENS", 4)
+@patch.object(preload, "SLOTS_A_SECOND", 100.0)
+@patch.object(preload, "_LEAST_RATE", 0.5)
+@patch.object(preload, "_LEAST_MARGIN", -1.0)
 def replay(log: PlanLog, seed: int, fuzz: bool = True, host_tier: HostTier | None = None) -> Replay:
     """Runs the log's plans with a pool drawn from `seed`: slots, policy, threads, and faults."""
     rng = random.Random(seed)
@@ -241,7 +272,9 @@ def replay(log: PlanLog, seed: int, fuzz: bool = True, host_tier: HostTier | Non
         if hot
         else {},
         prefetch=rng.choice(("on", "on", "auto", "off")),
+        hints=rng.choice(("on", "on", "auto")),
         read_threads=rng.choice((1, 2, 3)),
+        kernel=log.kernel,
     )
     reader = FuzzReader(log.index, seed)
     pool = ExpertPool(log.index, settings, reader=reader if fuzz else None, host_tier=host_tier)
@@ -251,7 +284,7 @@ def replay(log: PlanLog, seed: int, fuzz: bool = True, host_tier: HostTier | Non
         pool.attach(log.model)
         with fuzzer.hooked(log.model), wild_forecasts(pool, rng):
             for plan in log.plans:
-                pool.begin_step(plan.parts)
+                pool.begin_step(labelled(plan, rng))
                 try:
                     logits = log.runner.run(plan)
                 finally:

@@ -10,10 +10,12 @@ import pytest
 
 from expert_pool.checkpoint_index import CheckpointIndex
 from expert_pool.host_tier import HostTier
+from tests.expert_pool.native_layers import kernels_or_skip
 from tests.expert_pool.plan_log import PlanLog, record, replay
 from tests.models.families import make_checkpoint
 
 DEMO_MODEL = Path(__file__).parents[2] / "demo_model"
+MODELS = ("qwen3_moe", "deepseek_v3", "gpt_oss", "nemotron_h", "demo")
 
 
 @pytest.fixture(autouse=True)
@@ -27,22 +29,31 @@ def logs():
     with tempfile.TemporaryDirectory(prefix="coterie-replay-") as folder:
 
         @functools.cache
-        def log_of(model: str, dtype: str) -> PlanLog:
+        def log_of(model: str, dtype: str, kernel: str = "torch") -> PlanLog:
             source = DEMO_MODEL
             if model != "demo":
                 source = make_checkpoint(model, Path(folder) / "made", dtype)
-            path = Path(folder) / f"{model}-{dtype}"
+            path = Path(folder) / f"{model}-{dtype}-{kernel}"
             shutil.copytree(source, path, ignore=shutil.ignore_patterns(".coterie"))
             least = CheckpointIndex.open(path, dtype).shape.min_slots_bytes
-            return record(path, dtype, expert_memory=least)
+            return record(path, dtype, expert_memory=least, kernel=kernel)
 
         yield log_of
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("model", ["qwen3_moe", "deepseek_v3", "gpt_oss", "nemotron_h", "demo"])
-def test_logits_of_a_pass_are_bitwise_equal_wherever_experts_lie(logs, tmp_path, model, dtype):
-    log = logs(model, dtype)
+@pytest.mark.parametrize(
+    ("model", "dtype", "kernel"),
+    [
+        *((model, dtype, "torch") for dtype in ("float32", "bfloat16") for model in MODELS),
+        ("qwen3_moe", "bfloat16", "native"),
+    ],
+)
+def test_logits_of_a_pass_are_bitwise_equal_wherever_experts_lie(
+    logs, tmp_path, model, dtype, kernel
+):
+    if kernel == "native":
+        kernels_or_skip()
+    log = logs(model, dtype, kernel)
     passes = [plan for plan in log.plans if plan.layer_major]
     assert passes and len(passes) < len(log.plans)
     assert max(plan.num_tokens for plan in passes) > 14

@@ -1,11 +1,10 @@
 import numpy as np
 import pytest
 
+from expert_pool.popularity import Popularity
 from expert_pool.predictors import (
-    LabelPredictor,
     PreviousTokenPredictor,
     PromptPredictor,
-    RecallMeter,
     TransitionPredictor,
 )
 from tests.synthetic_trace import synthetic_trace
@@ -15,12 +14,15 @@ def ids(*numbers):
     return np.array(numbers, dtype=np.int64)
 
 
-def test_recall_counts_the_demanded_among_the_highest_scores():
-    meter = RecallMeter((1, 2))
-    assert meter.recall() == {1: 0.0, 2: 0.0}
-    meter.add(np.array([0.1, 0.9, 0.5]), ids(1, 2))
-    meter.add(np.array([0.1, 0.9, 0.5]), ids(0, 2))
-    assert meter.recall() == {1: 0.25, 2: 0.75}
+class RecallMeter:
+    """Share of the experts asked for that were among the `budget` highest scores."""
+
+    def __init__(self, budget):
+        self.budget, self.demanded, self.found = budget, 0, 0
+
+    def add(self, scores, experts):
+        self.demanded += experts.size
+        self.found += np.isin(experts, np.argsort(-scores, kind="stable")[: self.budget]).sum()
 
 
 def test_transitions_follow_what_was_chosen_together():
@@ -69,6 +71,22 @@ def test_prompt_ids_recall_their_experts():
     assert prompts.predict(prompts.buckets([1, 5]), 1) is None
 
 
+def test_all_layers_are_predicted_at_once_as_one_by_one():
+    prompts = PromptPredictor(3, 5)
+    draw = np.random.default_rng(0)
+    assert prompts.predict_all([5, 6]) is None
+    for first in ([1, 5], [1, 6], [1, 7, 8]):
+        buckets = prompts.buckets(first)
+        for layer in range(3):
+            prompts.learn(buckets, layer, draw.random(5))
+    found = prompts.predict_all([1, 5, 6, 900])
+    for layer in range(3):
+        one = prompts.predict(prompts.buckets([1, 5, 6, 900]), layer)
+        assert found[layer] == pytest.approx(one, abs=1e-5)
+    prompts.learn(prompts.buckets([77]), 0, draw.random(5))
+    assert prompts.predict_all([77]) is None, "its prompt broke off in the first layer"
+
+
 def test_prompts_without_end_stay_within_their_number_format():
     prompts = PromptPredictor(1, 3)
     for _ in range(5000):
@@ -86,43 +104,23 @@ def test_transitions_share_rows_where_experts_are_many():
     assert not transitions.predict(0, ids(200)).any()
 
 
-def test_labels_keep_apart_and_stay_bounded():
-    labels = LabelPredictor(1, 3, max_labels=2)
-    labels.learn("code", 0, ids(0), ids(100), 100)
-    labels.learn("law", 0, ids(1), ids(100), 100)
-    assert labels.predict("code", 0).argmax() == 0
-    assert labels.predict("law", 0).argmax() == 1
-    assert labels.predict("unknown", 0) == pytest.approx(labels.everyone.rates(0))
-    labels.learn("code", 0, ids(0), ids(1), 1)
-    labels.learn("poems", 0, ids(2), ids(100), 100)
-    assert labels.predict("law", 0) == pytest.approx(labels.everyone.rates(0)), "oldest forgotten"
-    assert labels.predict("code", 0).argmax() == 0
-
-
-def test_a_label_seen_once_barely_differs_from_everyone():
-    labels = LabelPredictor(1, 2, max_labels=4)
-    labels.learn("code", 0, ids(0), ids(1000), 1000)
-    labels.learn("law", 0, ids(1), ids(1), 1)
-    assert labels.predict("law", 0).argmax() == 0
-
-
 def test_recall_on_a_trace_is_ordered_as_on_real_ones():
     # Transitions over the previous token, that over popularity, all over chance.
     trace = synthetic_trace(seed=3)
     steps, layers, _ = trace.demands.shape
     transitions = TransitionPredictor(layers, trace.num_experts)
     previous = PreviousTokenPredictor(layers, trace.num_experts)
-    labels = LabelPredictor(layers, trace.num_experts, max_labels=1)
-    meters = {name: RecallMeter((8,)) for name in ("transitions", "previous", "popularity")}
+    everyone = Popularity(layers, trace.num_experts, half_life_tokens=4096)
+    meters = {name: RecallMeter(8) for name in ("transitions", "previous", "popularity")}
     for step in range(steps):
         for layer in range(1, layers):
             before, demand = trace.demands[step, layer - 1], trace.demands[step, layer]
             if step > 100:
                 meters["transitions"].add(transitions.predict(layer - 1, before), demand)
                 meters["previous"].add(previous.predict(layer), demand)
-                meters["popularity"].add(labels.predict("all", layer), demand)
+                meters["popularity"].add(everyone.rates(layer), demand)
             transitions.learn(layer - 1, before, demand)
             previous.learn(layer, demand)
-            labels.learn("all", layer, demand, np.ones_like(demand), 1)
-    recall = {name: meter.recall()[8] for name, meter in meters.items()}
+            everyone.add(layer, demand, np.ones_like(demand), 1)
+    recall = {name: meter.found / meter.demanded for name, meter in meters.items()}
     assert recall["transitions"] > recall["previous"] > recall["popularity"] > 8 / 64

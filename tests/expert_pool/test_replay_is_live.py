@@ -27,13 +27,13 @@ class Recorder:
         demand, evict = pool.demand, pool.residency._evict
         move = pool.residency.move_quota
 
-        def demand_and_note(layer, counts, tokens, in_order=False, weights=None):
+        def demand_and_note(layer, counts, tokens, in_order=False, weights=None, rows=None):
             given = weights()
             active = np.flatnonzero(counts)
             self.left = []
             asked = (layer, active, counts[active], tokens, given[active])
             self.steps[-1][0].append((asked, self.left))
-            return demand(layer, counts, tokens, in_order, lambda: given)
+            return demand(layer, counts, tokens, in_order, lambda: given, rows)
 
         def evict_and_note(layer, expert):
             self.left.append(expert)

@@ -16,7 +16,10 @@ import torch
 
 from expert_pool import experts_forward
 from expert_pool.grouped_linear import ExpertGroup
+from expert_pool.kernels.choice import choice_of
 from expert_pool.tables import AddressTable, ResidencyViolation, State, StateTable
+from expert_pool.transformers_private import experts_modules
+from tests.expert_pool.native_layers import kernels_or_skip
 from tests.expert_pool.plan_log import PlanLog, record, replay
 from tests.models.families import make_checkpoint
 
@@ -37,28 +40,38 @@ def logs():
     with tempfile.TemporaryDirectory(prefix="coterie-replay-") as folder:
 
         @functools.cache
-        def log_of(model: str, dtype: str) -> PlanLog:
+        def log_of(model: str, dtype: str, kernel: str = "torch") -> PlanLog:
             if model == "demo":
                 source = DEMO_MODEL
             else:
                 source = make_checkpoint(model, Path(folder) / "made", dtype)
             # A copy, as checksums are kept beside it.
-            path = Path(folder) / f"{model}-{dtype}"
+            path = Path(folder) / f"{model}-{dtype}-{kernel}"
             shutil.copytree(source, path, ignore=shutil.ignore_patterns(".coterie"))
-            return record(path, dtype)
+            return record(path, dtype, kernel=kernel)
 
         yield log_of
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("model", MODELS)
-def test_logits_are_bitwise_equal_wherever_experts_lie(logs, model, dtype):
-    log = logs(model, dtype)
+@pytest.mark.parametrize(
+    ("model", "dtype", "kernel"),
+    [
+        *((model, dtype, "torch") for dtype in ("float32", "bfloat16") for model in MODELS),
+        # Both forms of experts, and activations of three kinds.
+        *((m, "bfloat16", "native") for m in ("qwen3_moe", "gemma4_text", "nemotron_h", "demo")),
+    ],
+)
+def test_logits_are_bitwise_equal_wherever_experts_lie(logs, model, dtype, kernel):
+    if kernel == "native":
+        kernels_or_skip()
+    log = logs(model, dtype, kernel)
+    if kernel == "native":
+        assert all(choice_of(module) is not None for module in experts_modules(log.model).values())
     assert sum(plan.num_tokens for plan in log.plans) > 60
     assert len(set(log.hashes)) > len(log.hashes) / 2
     quiet = replay(log, seed=0, fuzz=False)
     assert quiet.hashes == log.hashes
-    faults = evictions = misses = waves = prefetched = 0
+    faults = evictions = misses = waves = prefetched = hinted = 0
     for seed in SEEDS:
         disturbed = replay(log, seed)
         assert disturbed.hashes == log.hashes, f"seed {seed}"
@@ -69,10 +82,11 @@ def test_logits_are_bitwise_equal_wherever_experts_lie(logs, model, dtype):
             assert stats.routed_pairs == pairs
             evictions += stats.evictions
             prefetched += stats.prefetch.used
+            hinted += stats.hints.useful
             misses += stats.demand_misses
             waves += stats.waves > len(shape.moe_layers)
         faults += disturbed.faults
-    assert min(faults, evictions, misses, waves, prefetched) > 0, "the fuzzer did nothing"
+    assert min(faults, evictions, misses, waves, prefetched, hinted) > 0, "the fuzzer did nothing"
 
 
 def swap_the_combine_order(monkeypatch):
@@ -127,17 +141,25 @@ MUTATIONS = (swap_the_combine_order, split_an_expert, reuse_pinned_slots, use_st
 # depend on the number of rows: the first two mutations change no bit there. Nor does the first
 # one with two addends (Mixtral).
 @pytest.mark.parametrize(
-    ("model", "mutate", "dtype"),
+    ("model", "mutate", "dtype", "kernel"),
     [
-        *((model, m, "float32") for model in ("qwen3_moe", "gpt_oss", "demo") for m in MUTATIONS),
-        ("mixtral", split_an_expert, "float32"),
-        ("qwen3_moe", reuse_pinned_slots, "bfloat16"),
-        ("qwen3_moe", use_stale_addresses, "bfloat16"),
-        ("demo", reuse_pinned_slots, "bfloat16"),
+        *(
+            (model, m, "float32", "torch")
+            for model in ("qwen3_moe", "gpt_oss", "demo")
+            for m in MUTATIONS
+        ),
+        ("mixtral", split_an_expert, "float32", "torch"),
+        ("qwen3_moe", reuse_pinned_slots, "bfloat16", "torch"),
+        ("qwen3_moe", use_stale_addresses, "bfloat16", "torch"),
+        ("demo", reuse_pinned_slots, "bfloat16", "torch"),
+        ("qwen3_moe", reuse_pinned_slots, "bfloat16", "native"),
+        ("qwen3_moe", use_stale_addresses, "bfloat16", "native"),
     ],
 )
-def test_a_mutation_is_found(logs, monkeypatch, model, mutate, dtype):
-    log = logs(model, dtype)
+def test_a_mutation_is_found(logs, monkeypatch, model, mutate, dtype, kernel):
+    if kernel == "native":
+        kernels_or_skip()
+    log = logs(model, dtype, kernel)
     mutate(monkeypatch)
     with pytest.raises((AssertionError, ResidencyViolation)):
         for seed in SEEDS:
@@ -146,7 +168,7 @@ def test_a_mutation_is_found(logs, monkeypatch, model, mutate, dtype):
 
 def test_a_pinned_slot_that_is_reused_unseen_still_shows(logs, monkeypatch):
     """The check on pins taken out as well: the states or the logits give it away."""
-    log = logs("qwen3_moe", "float32")
+    log = logs("qwen3_moe", "float32", "torch")
     reuse_pinned_slots(monkeypatch)
 
     def evict(table, layer, expert):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from core.cache_folder import cache_folder
-from expert_pool import popularity
+from expert_pool import popularity_file
 from expert_pool.tables import State
 from expert_pool.usage import SAVE_EVERY_S, Usage, warm_up
 from tests.expert_pool.fake_experts import FakeIndex, FakeShape, FaultyReader
@@ -62,7 +62,7 @@ def test_runs_add_up_and_nothing_is_counted_twice(index):
         pool.usage.save(pool.loads)
         pool.usage.save(pool.loads)
         pool.close()
-    known = popularity.Popularity.load(pool.usage.path, index.content_key)
+    known = popularity_file.load(pool.usage.path, index.content_key).everyone
     assert known.counts[0, 3] == pytest.approx(12, rel=1e-3)
     assert known.tokens[0] == pytest.approx(8, rel=1e-3)
 
@@ -148,7 +148,7 @@ def test_a_full_disk_is_a_warning_and_leaves_the_old_file(index, monkeypatch, ca
     def full(*args, **kwargs):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(popularity.np, "savez", full)
+    monkeypatch.setattr(popularity_file.np, "savez", full)
     pool, _ = open_pool(index)
     use(pool, 0, {4: 60})
     with caplog.at_level(logging.WARNING):
@@ -169,7 +169,7 @@ def test_two_replicas_that_save_at_once_lose_nothing(index, monkeypatch):
     ours, theirs = Usage(index, lambda: 0.0), Usage(index, lambda: 0.0)
     loads = np.zeros((2, 10), dtype=np.int64)
     loads[0, 3] = 4
-    load = Usage._load
+    load = Usage.known
     others = []
 
     def load_while_another_saves(usage):
@@ -180,10 +180,10 @@ def test_two_replicas_that_save_at_once_lose_nothing(index, monkeypatch):
             others[0].join(0.05)
         return found
 
-    monkeypatch.setattr(Usage, "_load", load_while_another_saves)
+    monkeypatch.setattr(Usage, "known", load_while_another_saves)
     ours.save(loads)
     others[0].join()
-    known = popularity.Popularity.load(ours.path, index.content_key)
+    known = popularity_file.load(ours.path, index.content_key).everyone
     assert known.counts[0, 3] == pytest.approx(8, rel=1e-3)
 
 
