@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 
 from core.errors import OverloadedError
 from core.request import Priority
@@ -44,6 +45,7 @@ class Waiting:
     sequences: int
     tokens_at_most: int
     since_s: float
+    priority: Priority
 
 
 class Admission:
@@ -66,12 +68,18 @@ class Admission:
         self._max_ongoing = max_ongoing_requests
         self.hand_over_sequences = hand_over_sequences
         """Sequences that the rank may hold at once; 0 while there is no rank."""
+        self.choice_sequences = 0
+        """Sequences of those who wait that the rank is shown besides, to choose among."""
         self._clock = clock
         self._queues: dict[Priority, OrderedDict[str, Waiting]] = {
             "interactive": OrderedDict(),
             "batch": OrderedDict(),
         }
+        self._shown: set[str] = set()
+        """Waiting requests that the rank has got already; they wait on, as it is full."""
         self._handed: dict[str, int] = {}
+        self._silent: dict[str, Waiting] = {}
+        """Handed requests of which nothing has come yet, in order."""
         self._tokens: dict[Priority, int] = {"interactive": 0, "batch": 0}
         self._rate = DrainRate(clock)
 
@@ -111,41 +119,63 @@ class Admission:
             if patience_s is not None:
                 self._refuse_if_hopeless(priority, patience_s)
         self._queues[priority][request_id] = Waiting(
-            request_id, prompt_tokens, sequences, tokens_at_most, self._clock()
+            request_id, prompt_tokens, sequences, tokens_at_most, self._clock(), priority
         )
         self._tokens[priority] += prompt_tokens
         if free < sequences:
             self._rate.contend()
 
     def take(self) -> list[str]:
-        """The requests to hand to the rank now, in order."""
+        """The requests to hand to the rank now, in order.
+
+        Among them are those that only show it what it may choose from; they still wait.
+        """
         taken = []
         busy = sum(self._handed.values())
         while (first := self._first()) is not None:
             fits = busy + first.sequences <= self.hand_over_sequences
             if not fits and (busy or not self.hand_over_sequences):
                 break
-            self._drop(first.request_id)
-            self._handed[first.request_id] = first.sequences
+            if first.request_id not in self._shown:
+                taken.append(first.request_id)
+            self._hand(first)
             self._rate.begin(first.request_id, first.tokens_at_most)
             busy += first.sequences
-            taken.append(first.request_id)
         if self.queued_requests:
             self._rate.contend()
+            taken += self._show()
         return taken
 
     def progress(self, request_id: str, tokens: int) -> None:
-        """A request that the rank holds produced `tokens` more."""
+        """Something came of a request that the rank has, `tokens` more among it."""
+        if request_id in self._shown:
+            self._chosen(request_id)
+        if request_id in self._silent:
+            # Whoever is first to speak had the place longest, as if all had gone in order.
+            before = list(takewhile(lambda other: other != request_id, self._silent))
+            for other in reversed(before):
+                self._rate.swap(other, request_id)
+            del self._silent[request_id]
         self._rate.progress(request_id, tokens)
+
+    def lose_rank(self) -> None:
+        """What the rank was shown, the next one has not seen."""
+        self.hand_over_sequences = 0
+        self._shown.clear()
 
     def leave(self, request_id: str, completed: bool = False) -> None:
         """A request is done, cancelled or failed, wherever it was. Unknown ids are ignored."""
         if self._handed.pop(request_id, None) is None:
             self._drop(request_id)
+        self._silent.pop(request_id, None)
         self._rate.end(request_id, completed)
 
+    def waits(self, request_id: str) -> bool:
+        """Whether a request waits, here or where it was shown."""
+        return any(request_id in queue for queue in self._queues.values())
+
     def queued_ids(self) -> list[str]:
-        """Requests that no rank has seen: interactive ones first, each kind in order."""
+        """Requests that no rank works at: interactive ones first, each kind in order."""
         return [entry.request_id for entry in self._waiting()]
 
     def overdue(self, limit_s: float) -> list[str]:
@@ -173,16 +203,58 @@ class Admission:
             yield from queue.values()
 
     def _first(self) -> Waiting | None:
-        heads = {
-            priority: next(iter(queue.values()))
-            for priority, queue in self._queues.items()
-            if queue
-        }
-        batch = heads.get("batch")
-        first = heads.get("interactive", batch)
-        if first is None or batch is None:
-            return first
-        return batch if batch.since_s + BATCH_PATIENCE_S < first.since_s else first
+        return next(self._in_order(), None)
+
+    def _in_order(self) -> Iterator[Waiting]:
+        """Who goes first, and who then, as far as is known now."""
+        people, batch = (iter(self._queues[kind].values()) for kind in ("interactive", "batch"))
+        person, machine = next(people, None), next(batch, None)
+        while person is not None and machine is not None:
+            if machine.since_s + BATCH_PATIENCE_S < person.since_s:
+                yield machine
+                machine = next(batch, None)
+            else:
+                yield person
+                person = next(people, None)
+        left = person or machine
+        if left is not None:
+            yield left
+            yield from people if person is not None else batch
+
+    def _hand(self, entry: Waiting) -> None:
+        self._drop(entry.request_id)
+        self._handed[entry.request_id] = entry.sequences
+        self._silent[entry.request_id] = entry
+
+    def _show(self) -> list[str]:
+        room, shown = self.choice_sequences if self.hand_over_sequences else 0, []
+        for entry in self._in_order():
+            room -= entry.sequences
+            if room < 0:
+                break
+            if entry.request_id not in self._shown:
+                shown.append(entry.request_id)
+        self._shown.update(shown)
+        return shown
+
+    def _chosen(self, request_id: str) -> None:
+        """The rank took a waiting one before others: it has the place of the last of those."""
+        entry = next(entry for entry in self._waiting() if entry.request_id == request_id)
+        self._hand(entry)
+        last = next((e for e in reversed(self._silent.values()) if e is not entry), None)
+        if last is None:
+            self._rate.begin(request_id, entry.tokens_at_most)
+            return
+        self._rate.exchange(last.request_id, request_id, entry.tokens_at_most)
+        del self._handed[last.request_id], self._silent[last.request_id]
+        self._wait_again(last)
+
+    def _wait_again(self, entry: Waiting) -> None:
+        queue = self._queues[entry.priority]
+        queue[entry.request_id] = entry
+        queue.move_to_end(entry.request_id, last=False)
+        self._tokens[entry.priority] += entry.prompt_tokens
+        self._shown.add(entry.request_id)
 
     def _refuse_if_full(self, prompt_tokens: int, priority: Priority) -> None:
         queued, tokens = self.queued_requests, self.queued_prompt_tokens
@@ -223,6 +295,7 @@ class Admission:
             )
 
     def _drop(self, request_id: str) -> None:
+        self._shown.discard(request_id)
         for priority, queue in self._queues.items():
             entry = queue.pop(request_id, None)
             if entry is not None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 _SAMPLES = 32
 
@@ -40,6 +40,16 @@ class DrainRate:
     def begin(self, request_id: str, tokens_at_most: int) -> None:
         """The rank got a request that may produce so many tokens, all sequences together."""
         self._held[request_id] = _Held(self._clock(), max(1, tokens_at_most))
+
+    def exchange(self, leaving: str, coming: str, tokens_at_most: int) -> None:
+        """One without tokens gives its place, and the time it has had it, to another."""
+        held = self._held.pop(leaving)
+        self._held[coming] = replace(held, tokens_at_most=max(1, tokens_at_most))
+
+    def swap(self, one: str, other: str) -> None:
+        """Two without tokens take each other's places."""
+        first, second = self._held[one], self._held[other]
+        first.since_s, second.since_s = second.since_s, first.since_s
 
     def contend(self) -> None:
         """Somebody waits: what is held now is held at full load."""

@@ -1,8 +1,9 @@
 """Continuous batching: which sequences decode and which prompt parts prefill in the next step.
 
-Decoding sequences go first and always fit; prompt parts fill what is left of the token budget,
-oldest first, so prefill never starves decode and nobody is overtaken. A prompt's blocks are taken
-when it is admitted; a decoding sequence takes one block at a time and, where none is free, sends
+Decoding sequences go first and always fit; prompt parts fill what is left of the token budget, so
+prefill never starves decode. Who waits is admitted in the order of arrival, or as an
+`AdmissionOrder` says, who lets nobody be overtaken without bound. A prompt's blocks are taken when
+it is admitted; a decoding sequence takes one block at a time and, where none is free, sends
 the youngest sequence back to wait and be computed again.
 """
 
@@ -12,6 +13,8 @@ import bisect
 from dataclasses import dataclass
 
 from core.step import SequencePart, StepPlan
+from engine.batch_size import BatchLimit, BatchSizer
+from engine.coherent_admission import AdmissionOrder
 from engine.kv_pages import KvPages
 from engine.sequence import Sequence
 
@@ -41,11 +44,15 @@ class Batcher:
         max_scored_tokens: int | None = None,
         pass_tokens: int = 0,
         pass_sequences: int | None = None,
+        sizer: BatchSizer | None = None,
+        order: AdmissionOrder | None = None,
     ) -> None:
         """`whole_prompts`: a prompt passes in one part, even beyond `max_step_tokens`.
         `max_scored_tokens`: most prompt tokens of a step whose logits are wanted.
         `pass_tokens`, `pass_sequences`: most tokens and sequences of a layer-major pass, which
-        takes the prompts that do not fit one step; 0 tokens for none."""
+        takes the prompts that do not fit one step; 0 tokens for none.
+        `sizer`: bounds each step further; without one, each is as large as may be.
+        `order`: says who of the waiting is admitted next; without one, the oldest."""
         self._pages = pages
         self._max_sequences = max_sequences
         self._max_step_tokens = max_step_tokens
@@ -65,6 +72,12 @@ class Batcher:
         self.running: list[Sequence] = []
         """Oldest first; each holds its blocks."""
         self._released: list[int] = []
+        self._sizer = sizer
+        self.order = order
+        self._blocked = False
+        """Whether a waiting sequence found no blocks when it was last looked at."""
+        self.limit = BatchLimit(max_sequences, max_step_tokens, 0.0, "bounds")
+        """What bounded the last plan."""
 
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence behind all older ones."""
@@ -75,6 +88,8 @@ class Batcher:
 
         Returns the blocks that nobody holds any more and whose content was given up.
         """
+        if self.order is not None:
+            self.order.left(sequence.sequence_id)
         if sequence in self.running:
             self.running.remove(sequence)
             return self._let_go(sequence, keep_content)
@@ -88,7 +103,7 @@ class Batcher:
         """
         outgrown: list[Sequence] = []
         preempted = 0
-        budget = self._max_step_tokens
+        self._bound()
         self._scored_budget = self._max_scored_tokens
         decoding: list[Sequence] = []
         for sequence in self._decoding():
@@ -97,12 +112,12 @@ class Batcher:
             preempted += self._make_room(sequence, outgrown)
             if sequence in self.running:
                 decoding.append(sequence)
-        budget -= len(decoding)
+        budget = min(self._max_step_tokens - len(decoding), self.limit.prefill_tokens)
         scheduled = [(s, 1) for s in sorted(decoding, key=lambda s: (s.computed, s.sequence_id))]
         if self._passing is None:
             # What was just sent away must not come back in the same step.
             self._schedule_prompts(
-                self.running, budget, scheduled, self._max_sequences, admit=not preempted
+                self.running, budget, scheduled, self.limit.sequences, admit=not preempted
             )
         return self._batch(scheduled, outgrown, preempted)
 
@@ -118,6 +133,7 @@ class Batcher:
         pending = sum(s.pending for s in (*self.running, *self.waiting) if s.pending > 1)
         if pending <= self._max_step_tokens:
             return None
+        self._bound()
         self._scored_budget = self._max_scored_tokens
         scheduled: list[tuple[Sequence, int]] = []
         members = [s for s in self.running if not again or s.sequence_id in again]
@@ -176,6 +192,18 @@ class Batcher:
                 for number in range(before, full):
                     self._pages.publish(sequence.block_ids[number], hashes[number])
 
+    def hold_s(self) -> float:
+        """Seconds by which the next step may be put off; changes nothing."""
+        if self._sizer is None or self._passing is not None or not self.has_work:
+            return 0.0
+        return self._sizer.decide(self.running, self.waiting, self._blocked).hold_s
+
+    def _bound(self) -> None:
+        """Has the next plan bounded."""
+        if self._sizer is not None:
+            self.limit = self._sizer.decide(self.running, self.waiting, self._blocked)
+        self._blocked = False
+
     def _decoding(self) -> list[Sequence]:
         return [s for s in self.running if s.pending == 1 and not s.held and not self.is_passing(s)]
 
@@ -205,20 +233,22 @@ class Batcher:
         most: int,
         admit: bool,
     ) -> None:
-        """Adds prompt parts of running `members`, then of those it may admit, oldest first, until
-        the budget or `most` sequences are reached."""
+        """Adds prompt parts of running `members`, then of those it may admit, one after another,
+        until the budget or `most` sequences are reached."""
         for sequence in [s for s in members if s.pending > 1 and not s.held]:
             if len(scheduled) < most:
                 budget -= self._schedule_prompt(sequence, budget, scheduled)
-        position = 0
-        while admit and budget > 0 and position < len(self.waiting) and len(scheduled) < most:
-            sequence = self.waiting[position]
-            if sequence.waits_for_leader or sequence.held:
-                position += 1
-                continue
-            if len(self.running) >= self._max_sequences or not self._admit(sequence):
+        while admit and budget > 0 and len(scheduled) < most:
+            able = [s for s in self.waiting if not (s.waits_for_leader or s.held)]
+            if not able or len(self.running) >= self.limit.sequences:
                 break
-            del self.waiting[position]
+            sequence = able[0 if self.order is None else self.order.pick(able, self.running)]
+            self._blocked = not self._admit(sequence)
+            if self._blocked:
+                break
+            if self.order is not None:
+                self.order.admitted(sequence, able)
+            self.waiting.remove(sequence)
             self._hits += sequence.computed
             budget -= self._schedule_prompt(sequence, budget, scheduled)
 
@@ -289,8 +319,7 @@ class Batcher:
         return preempted
 
     def _end(self, sequence: Sequence, outgrown: list[Sequence]) -> None:
-        self.running.remove(sequence)
-        self._let_go(sequence, keep_content=True)
+        self.remove(sequence)
         outgrown.append(sequence)
 
     def _let_go(self, sequence: Sequence, keep_content: bool) -> list[int]:

@@ -9,6 +9,7 @@ from core.torch_environment import prepare_torch
 
 prepare_torch()
 
+import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -21,19 +22,15 @@ from core.model_shape import ModelShape
 from core.objectives import ObjectiveSettings
 from core.request import Request
 from core.step import SequenceOutput, StepResult, StepStats, TokenLogprob
-from engine.backbone import Backbone, has_state_layers
-from engine.batcher import Batch, Batcher
-from engine.kv_pages import KvPages
-from engine.limits import Limits, check_memory
-from engine.paged_attention import ATTENTION_NAME
+from engine.assembly import assemble
+from engine.batcher import Batch
 from engine.paged_runner import PagedRunner
-from engine.prefill_pass import Turns, pass_tokens
-from engine.prompt_scores import StepLogits, max_scored_tokens
+from engine.prompt_scores import StepLogits
 from engine.sampler import Sampled, SamplingState, sample
 from engine.sequence import Sequence
 from engine.settings import EngineSettings
 from engine.step_faults import param_at_fault, pool_faults
-from engine.stock_runner import StockRunner
+from engine.step_meter import StepMeter
 from engine.structures import Structures
 from expert_pool.checkpoint_index import CheckpointIndex
 from expert_pool.experts_forward import register
@@ -44,6 +41,8 @@ from expert_pool.usage import warm_up
 
 if TYPE_CHECKING:
     from engine.chat import ChatSession
+
+_TELL_ROUTING_EVERY_S = 1.0
 
 
 class Engine:
@@ -84,6 +83,7 @@ class Engine:
         self.shape: ModelShape = index.shape
         self._settings = engine
         self._objectives = objectives or ObjectiveSettings()
+        self._clock = time.perf_counter
         self.pool = ExpertPool(index, pool, device=engine.device)
         try:
             self._prepare(index, engine)
@@ -94,56 +94,16 @@ class Engine:
 
     def _prepare(self, index: CheckpointIndex, engine: EngineSettings) -> None:
         """Everything that is made around the pool."""
-        backbone = Backbone.open(
-            index,
-            self.pool,
-            device=engine.device,
-            context_tokens=engine.context_tokens,
-            attention=None if has_state_layers(index.config) else ATTENTION_NAME,
-        )
-        self.eos_ids: tuple[int, ...] = backbone.eos_ids
-        size = engine.kv_block_tokens
-        blocks = self.shape.kv_blocks(
-            engine.kv_memory, size, engine.max_sequences, backbone.context_tokens
-        )
-        scored = max_scored_tokens(self.shape.vocab_size, backbone.dtype.itemsize)
-        whole_prompts = backbone.whole_prompt_only
-        self.limits = Limits(
-            backbone.context_tokens,
-            engine.max_sequences,
-            blocks,
-            size,
-            self.shape.vocab_size,
-            scored + 1 if whole_prompts else backbone.context_tokens,
-        )
-        self._shares_prefixes = not backbone.state_family
-        self._runner: PagedRunner | StockRunner
-        check_memory(self.shape, engine, blocks)
-        most = pass_tokens(backbone.model, self.pool, engine.prefill_memory)
-        most = min(most, blocks * size)  # no more have keys and values at once
-        if backbone.state_family:
-            self._runner = StockRunner(backbone)
-        else:
-            self._runner = PagedRunner(
-                backbone.model,
-                blocks,
-                size,
-                engine.max_step_tokens,
-                engine.scratch_memory,
-                most,
-            )
-        self._pages = KvPages(blocks, size)
-        self._batcher = Batcher(
-            self._pages,
-            engine.max_sequences,
-            engine.max_step_tokens,
-            whole_prompts,
-            scored,
-            pass_tokens=most,
-            # A stock cache is one sequence's.
-            pass_sequences=1 if backbone.state_family else None,
-        )
-        self._turns = Turns(self._runner, self._batcher)
+        made = assemble(index, self.pool, engine, self._objectives, self._clock)
+        self.eos_ids: tuple[int, ...] = made.eos_ids
+        self.limits = made.limits
+        self._shares_prefixes = made.shares_prefixes
+        self._runner = made.runner
+        self._pages = made.pages
+        self._sizer = made.sizer
+        self._meter = StepMeter(made.sizer, self._clock, made.batcher.order)
+        self._batcher = made.batcher
+        self._turns = made.turns
         self._structures = Structures(self.model_dir, self.shape.vocab_size, engine)
         self._live: dict[tuple[str, int], Sequence] = {}
         self._sampling: dict[int, SamplingState] = {}
@@ -151,6 +111,7 @@ class Engine:
         """Outputs of sequences that ended outside of a step, for the next result."""
         self._next_sequence_id = 0
         self._steps = 0
+        self._routing_told_s = -math.inf
         self._chat: ChatSession | None = None
 
     def add(self, request: Request) -> None:
@@ -159,10 +120,12 @@ class Engine:
         if any(key[0] == request.request_id for key in self._live):
             raise RequestError(f"A request {request.request_id!r} is running already.")
         salt = self._salt(request)
+        self._sizer.arrived(bool(self._live))
         leader: Sequence | None = None
         for index in range(request.n):
             params = request.params
             sequence = Sequence(self._next_sequence_id, request, index, salt, leader=leader)
+            self._meter.stamp(sequence, request)
             leader = leader or (sequence if sequence.shares_blocks else None)
             if params.seed is not None:
                 entropy = (params.seed % 2**64, index)
@@ -190,10 +153,21 @@ class Engine:
         """Whether a step would do or report anything."""
         return bool(self._live or self._ended)
 
+    def hold_s(self) -> float:
+        """Seconds by which the next step may be put off, so that more sequences share it.
+
+        Whoever steps the engine may use them to take requests and cancellations, and asks again
+        after each. Always 0 unless `batching` is "frugal".
+        """
+        if self._ended or self._structures.waiting:
+            return 0.0
+        return self._meter.put_off(self._batcher.hold_s())
+
     def step(self) -> StepResult:
         """Runs one step. A fault ends the sequences it concerns, never the engine."""
-        began = time.perf_counter()
+        began = self._clock()
         self._settle_structures()
+        self._meter.begin()
         batch = self._turns.next_batch()
         outputs, self._ended = self._ended, []
         for sequence in batch.outgrown:
@@ -203,18 +177,28 @@ class Engine:
         stats.prefix_hit_tokens = batch.prefix_hit_tokens
         self._steps += 1
         if batch.plan.parts:
+            self._meter.planned(batch, self._batcher.limit, stats)
             outputs += self._run(batch, stats)
         elif batch.plan.released:
             self._runner.release(batch.plan.released)
         self._fill_gauges(stats)
-        stats.step_s = time.perf_counter() - began
+        if self._clock() - self._routing_told_s >= _TELL_ROUTING_EVERY_S:
+            self._tell_routing(stats)
+        stats.step_s = self._clock() - began
         return StepResult(outputs=tuple(outputs), stats=stats)
 
     def gauges(self) -> StepStats:
         """The state between steps: what runs and waits, which blocks are held."""
         stats = StepStats(step=self._steps, step_s=0.0)
         self._fill_gauges(stats)
+        self._tell_routing(stats)
         return stats
+
+    def hint(
+        self, domain: str, session: str = "", tenant: str = "", first_ids: Iterable[int] = ()
+    ) -> None:
+        """A request is coming: its experts may be read while nothing else is. Between steps."""
+        self.pool.hint(domain, session, tenant, tuple(first_ids))
 
     def generate(self, requests: Iterable[Request]) -> dict[str, list[list[int]]]:
         """Runs requests to their end: token ids by request id, one list for each of its n.
@@ -276,8 +260,6 @@ class Engine:
 
     def _run(self, batch: Batch, stats: StepStats) -> list[SequenceOutput]:
         plan = batch.plan
-        stats.decode_tokens = sum(len(part.token_ids) for part in plan.parts if part.is_decode)
-        stats.prefill_tokens = plan.num_tokens - stats.decode_tokens
         try:
             self.pool.begin_step(plan.parts, in_order=plan.layer_major)
             try:
@@ -286,7 +268,7 @@ class Engine:
                 stats.pool = self.pool.end_step()
                 self._turns.note_faults(batch, stats.pool)
             if raw is None:
-                stats.prefill_tokens = stats.prefix_hit_tokens = 0
+                stats.prefill_tokens = stats.prefix_hit_tokens = stats.kv_tokens = 0
                 return []
             logits = StepLogits(plan, raw)
             faults = pool_faults(plan, stats.pool)
@@ -309,6 +291,8 @@ class Engine:
                 outputs.append(self._accept(sequence, token, scores.get(i) or ()))
             elif score := scores.get(i):
                 outputs.append(self._output(sequence, prompt_logprobs=score))
+        if not faults:
+            self._meter.ended(batch, stats)
         return outputs
 
     def _accept(
@@ -333,6 +317,7 @@ class Engine:
                 prompt_logprobs=scores,
             )
         sequence.token_ids.append(token)
+        self._meter.first_token(sequence)
         full = state.generated >= params.max_tokens
         output = self._output(
             sequence,
@@ -392,6 +377,10 @@ class Engine:
         stats.waiting = len(self._batcher.waiting) + self._structures.waiting
         stats.kv_blocks_used = self._pages.used
         stats.kv_blocks_total = self._pages.num_blocks
+
+    def _tell_routing(self, stats: StepStats) -> None:
+        stats.routing = self.pool.routing_summary()
+        self._routing_told_s = self._clock()
 
     def _salt(self, request: Request) -> str | None:
         """Who may share the request's blocks: its tenant, or its own n sequences, or nobody."""

@@ -12,9 +12,12 @@ class Sequence:
     __slots__ = (
         "_hashes",
         "_salt",
+        "arrived_s",
         "block_ids",
         "cached_tokens",
         "computed",
+        "deadline_s",
+        "first_token_s",
         "held",
         "index",
         "leader",
@@ -50,6 +53,11 @@ class Sequence:
         """Whether steps go on without it, until its structure says what may come next."""
         self.scored = 0
         """Prompt tokens whose logits gave the log-probability of the next one."""
+        self.arrived_s = 0.0
+        """When its request was accepted; this and the next two by the engine's clock."""
+        self.first_token_s: float | None = None
+        self.deadline_s: float | None = None
+        """After which nobody wants the answer."""
         self._salt = salt
         self._hashes: list[bytes] = []
 

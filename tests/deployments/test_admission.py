@@ -65,6 +65,50 @@ def test_nothing_is_handed_over_without_a_rank() -> None:
     assert queue.take() == ["a"]
 
 
+def test_what_a_rank_is_shown_to_choose_among_still_waits() -> None:
+    queue = make(Clock(), hand_over=2, requests=3)
+    queue.choice_sequences = 2
+    taken = []
+    for name in "abcde":
+        queue.offer(name, 10, 1)
+        taken += queue.take()
+    assert taken == ["a", "b", "c", "d"]
+    assert queue.queued_ids() == ["c", "d", "e"]
+    assert (queue.queued_prompt_tokens, queue.handed_requests) == (30, 2)
+    with pytest.raises(OverloadedError, match="4 waiting requests, the limit is 3"):
+        queue.offer("f", 10, 1)
+    queue.leave("a")
+    assert queue.take() == ["e"]  # c has a place now, and e is shown
+    assert queue.queued_ids() == ["d", "e"]
+    queue.lose_rank()
+    assert queue.queued_ids() == ["d", "e"]
+    assert queue.take() == []
+    for name in "bc":
+        queue.leave(name)
+    queue.hand_over_sequences = 2
+    assert queue.take() == ["d", "e"]  # another rank has not seen them
+
+
+def test_whom_the_rank_chooses_has_the_place_of_one_who_waits_on() -> None:
+    queue = make(Clock(), hand_over=2, requests=9)
+    queue.choice_sequences = 3
+    for name, priority in (("a", "interactive"), ("b", "batch"), ("c", "interactive")):
+        queue.offer(name, 10, 1, priority)
+    queue.offer("d", 10, 2)
+    assert queue.take() == ["a", "c", "d", "b"]
+    queue.progress("a", 1)
+    queue.progress("d", 1)
+    assert queue.queued_ids() == ["c", "b"]
+    assert (queue.queued_prompt_tokens, queue.handed_requests) == (20, 2)
+    queue.progress("b", 1)
+    assert queue.queued_ids() == ["c"]
+    assert queue.handed_requests == 3  # it runs, whoever else does
+    for name in "adb":
+        queue.leave(name, completed=True)
+    assert queue.take() == []
+    assert (queue.queued_ids(), queue.handed_requests) == ([], 1)
+
+
 def test_retry_after_follows_the_rate_of_departures() -> None:
     clock = Clock()
     queue = make(clock, hand_over=1, requests=20)
@@ -165,3 +209,54 @@ def test_counts_agree_with_a_simple_model(actions: list[tuple[str, int, int]]) -
         assert queue.queued_prompt_tokens == sum(waiting.values())
         assert queue.handed_requests == len(handed)
         assert len(waiting) <= 4
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("oootlppx"), st.integers(0, 9), st.integers(1, 3))),
+    st.integers(0, 6),
+)
+def test_who_is_shown_is_sent_once_and_waits_until_something_comes_of_it(
+    actions: list[tuple[str, int, int]], choice: int
+) -> None:
+    queue = make(Clock(), hand_over=4, requests=20, tokens=500)
+    queue.choice_sequences = choice
+    sizes: dict[str, int] = {}
+    sent: set[str] = set()
+    spoke: set[str] = set()
+    for serial, (action, which, size) in enumerate(actions):
+        known = list(sizes)
+        if action == "o":
+            priority = "batch" if which < 3 else "interactive"
+            queue.offer(f"n{serial}", size, size, priority)
+            sizes[f"n{serial}"] = size
+        elif action == "t":
+            taken = queue.take()
+            assert not sent & set(taken)
+            sent |= set(taken)
+        elif action == "p" and sent:
+            name = sorted(sent)[which % len(sent)]
+            queue.progress(name, 1)
+            spoke.add(name)
+        elif action == "l" and known:
+            name = known[which % len(known)]
+            queue.leave(name, completed=name in spoke)
+            del sizes[name]
+            sent.discard(name)
+            spoke.discard(name)
+        elif action == "x":
+            queue.lose_rank()
+            for name in set(sizes) - set(queue.queued_ids()):
+                queue.leave(name)
+                del sizes[name]
+            assert not spoke & set(queue.queued_ids())
+            sent.clear()
+            spoke.clear()
+            queue.hand_over_sequences = 4
+        waiting = queue.queued_ids()
+        assert len(waiting) == len(set(waiting)) == queue.queued_requests
+        assert set(waiting) <= set(sizes)
+        assert not spoke & set(waiting)
+        assert set(sizes) - set(waiting) <= sent
+        assert len(waiting) + queue.handed_requests == len(sizes)
+        assert queue.queued_prompt_tokens == sum(sizes[name] for name in waiting)
+        assert (queue.retry_after_s() or 0) > 0

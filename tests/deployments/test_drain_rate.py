@@ -31,6 +31,8 @@ class Rank:
     prompt_tokens: int = 20
     waiting: list[Running] = field(default_factory=list)
     running: list[Running] = field(default_factory=list)
+    chooses: random.Random | None = None
+    """Takes any of those who wait, not the first."""
 
     def add(self, name: str, tokens: int) -> None:
         self.waiting.append(Running(name, self.prompt_tokens, tokens))
@@ -38,7 +40,8 @@ class Rank:
     def step(self) -> tuple[float, list[str], list[str]]:
         """(seconds, names with one more token, names that ended)"""
         while self.waiting and len(self.running) < self.places:
-            self.running.append(self.waiting.pop(0))
+            which = self.chooses.randrange(len(self.waiting)) if self.chooses else 0
+            self.running.append(self.waiting.pop(which))
         produced, ended, prefill = [], [], 0
         for sequence in list(self.running):
             part = min(sequence.prompt_left, 256 - prefill)
@@ -64,6 +67,7 @@ class Simulation:
         self.random = random.Random(seed)
         places = rank.places + max(2, rank.places // 2)
         self.admission = Admission(queue, 10**9, 10**9, places, lambda: self.now_s)
+        self.admission.choice_sequences = 28 if rank.chooses else 0
         self.lengths: dict[str, int] = {}
         self.refusals: list[tuple[float, float, int, int]] = []
         self.departures: list[float] = []
@@ -157,6 +161,14 @@ def test_at_twice_the_capacity_a_refused_request_is_told_the_truth(length, queue
     simulation = Simulation(Rank(8, 0.05, length), queue)
     simulation.run(poisson(4.0), 400.0)
     assert honest_share(simulation.said_and_took()) >= 0.95
+
+
+@LENGTHS
+@pytest.mark.parametrize("queue", [8, 64])
+def test_it_is_the_truth_where_the_rank_chooses_among_many_who_wait(length, queue: int) -> None:
+    simulation = Simulation(Rank(8, 0.05, length, chooses=random.Random(2)), queue)
+    simulation.run(poisson(4.0), 400.0)
+    assert honest_share(simulation.said_and_took()) >= 0.9
 
 
 @pytest.mark.parametrize("length", [fixed, uneven])

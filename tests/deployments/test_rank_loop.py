@@ -8,9 +8,9 @@ import time
 import pytest
 
 from core.request import Request, SamplingParams
-from core.step import StepStats
+from core.step import StepResult, StepStats
 from deployments.rank_actor import StepLoop
-from deployments.rank_channel import Add, Idle, Rejected, Stop
+from deployments.rank_channel import Add, Cancel, Idle, Rejected, Stop
 
 PARAMS = SamplingParams(max_tokens=1)
 
@@ -99,3 +99,62 @@ def test_the_last_idle_state_is_checked_though_the_one_before_was_a_moment_ago(m
     assert engine.checks == 2
     idle = [message.checked for message in link.sent if isinstance(message, Idle)]
     assert idle == [True, False, True]
+
+
+class PutOffEngine(IdleEngine):
+    """Has work, and puts its steps off for so long."""
+
+    def __init__(self, hold_s):
+        super().__init__()
+        self.put_off_s = hold_s
+        self.added = []
+        self.stepped = threading.Event()
+
+    def add(self, request):
+        self.added.append(request.request_id)
+
+    def has_work(self):
+        return True
+
+    def hold_s(self):
+        return self.put_off_s
+
+    def step(self):
+        self.stepped.set()
+        time.sleep(0.001)
+        return StepResult(outputs=(), stats=self.gauges())
+
+
+def test_messages_are_taken_at_once_while_a_step_is_put_off() -> None:
+    engine = PutOffEngine(60.0)
+    loop = StepLoop(Link())
+    thread = threading.Thread(target=loop.run, args=(engine,))
+    thread.start()
+    time.sleep(0.05)
+    for name in ("one", "two"):
+        loop._inbox.put(Add(request(name)))
+    loop._inbox.put(Cancel("one"))
+    deadline = time.monotonic() + 5
+    while not engine.cancelled and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert engine.added == ["one", "two"]
+    assert engine.cancelled == ["one"]
+    assert not engine.stepped.is_set()
+    engine.put_off_s = 0.0
+    loop._inbox.put(Add(request("three")))
+    assert engine.stepped.wait(5)
+    engine.put_off_s = 60.0
+    loop._inbox.put(Stop())
+    thread.join(5)
+    assert not thread.is_alive()
+
+
+def test_a_step_comes_when_its_time_is_over_though_nobody_writes() -> None:
+    engine = PutOffEngine(0.02)
+    loop = StepLoop(Link())
+    thread = threading.Thread(target=loop.run, args=(engine,))
+    thread.start()
+    assert engine.stepped.wait(5)
+    loop._inbox.put(Stop())
+    thread.join(5)
+    assert not thread.is_alive()

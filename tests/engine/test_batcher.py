@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.request import Request, SamplingParams
+from engine.batch_size import BatchLimit
 from engine.batcher import Batch, Batcher
 from engine.kv_pages import KvPages
 from engine.sequence import Sequence
@@ -217,3 +218,68 @@ def test_when_nothing_fits_the_plan_is_empty() -> None:
     batch = engine.batcher.plan()
     assert stuck in engine.batcher.waiting
     assert [s.sequence_id for s in batch.sequences] == [0]
+
+
+class Bounds:
+    """A sizer that says what it is told to."""
+
+    def __init__(self, sequences: int, prefill: int, hold_s: float = 0.0) -> None:
+        self.limit = BatchLimit(sequences, prefill, hold_s, "test")
+        self.blocked: list[bool] = []
+
+    def decide(self, running, waiting, blocked=False) -> BatchLimit:
+        self.blocked.append(blocked)
+        return self.limit
+
+
+def bounded(sizer: Bounds, blocks: int = 40) -> Simulated:
+    pages = KvPages(blocks, BLOCK)
+    return Simulated(Batcher(pages, 4, 12, sizer=sizer), pages)
+
+
+def test_a_sizer_bounds_sequences_and_prompt_tokens_of_a_step() -> None:
+    sizer = Bounds(2, 5)
+    engine = bounded(sizer)
+    for number in range(4):
+        engine.batcher.add(sequence(number, 9, tokens=4, first=100 * number, salt=None))
+    lengths = []
+    for _ in range(3):
+        batch, _ = engine.step()
+        lengths.append([len(part.token_ids) for part in batch.plan.parts])
+        assert len(engine.batcher.running) <= 2
+    assert lengths == [[5], [4, 1], [1, 5]]
+    sizer.limit = BatchLimit(4, 0, 0.0, "test")
+    batch, _ = engine.step()
+    assert all(part.is_decode for part in batch.plan.parts), "no prompt tokens at all"
+    sizer.limit = BatchLimit(4, 12, 0.0, "test")
+    ended: list[Sequence] = []
+    while engine.batcher.has_work:
+        ended += engine.step()[1]
+    assert len(ended) == 4
+
+
+def test_a_smaller_bound_sends_nobody_away() -> None:
+    sizer = Bounds(4, 12)
+    engine = bounded(sizer)
+    for number in range(3):
+        engine.batcher.add(sequence(number, 3, tokens=9, first=100 * number, salt=None))
+    engine.step()
+    sizer.limit = BatchLimit(3, 12, 0.0, "test")
+    engine.batcher.add(sequence(3, 3, tokens=9, first=900))
+    batch, _ = engine.step()
+    assert [s.sequence_id for s in batch.sequences] == [0, 1, 2]
+
+
+def test_the_sizer_hears_when_blocks_ran_out_and_holds_only_where_there_is_work() -> None:
+    sizer = Bounds(4, 12, hold_s=0.5)
+    engine = bounded(sizer, blocks=4)
+    assert engine.batcher.hold_s() == 0.0
+    engine.batcher.add(sequence(0, 12, tokens=2))
+    engine.batcher.add(sequence(1, 12, first=300))
+    assert engine.batcher.hold_s() == 0.5
+    engine.step()
+    assert engine.batcher.hold_s() == 0.5
+    assert sizer.blocked == [False, False, False]
+    engine.step()
+    engine.batcher.hold_s()
+    assert sizer.blocked[-1], "the second one found no blocks"

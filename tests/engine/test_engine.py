@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 from core.errors import BudgetError, RequestError, SettingsError
 from core.request import Request, SamplingParams
 from core.step import SequenceOutput
+from engine.batch_size import BatchLimit
 from engine.engine import Engine, open_engine
 from tests.models.families import cached_checkpoint
 
@@ -258,6 +261,67 @@ def test_families_of_every_kind_run_batched(family: str) -> None:
     assert together == alone
     engine.check_invariants()
     assert not getattr(engine._runner, "sequence_ids", ())
+    engine.close()
+
+
+def test_a_step_says_how_it_was_sized_and_how_well_it_was_foreseen() -> None:
+    engine = tiny_engine(max_step_tokens=64)
+    engine.add(request("seen", 10, max_tokens=40))
+    steps = []
+    while engine.has_work():
+        steps.append(engine.step().stats)
+    assert [steps[0].kv_tokens, steps[1].kv_tokens, steps[2].kv_tokens] == [10, 11, 12]
+    batches = [stats.batch for stats in steps]
+    assert batches[0].reason == "probing"
+    assert batches[0].predicted_s == 0.0
+    assert 0.0 < batches[-1].predicted_s < 100 * steps[-1].step_s
+    assert batches[-1].model_error > 0.0
+    assert all(batch.sequences >= 1 and batch.held_s == 0.0 for batch in batches)
+    engine.close()
+
+
+@pytest.mark.parametrize("batching", ["dynamic", "fixed", "frugal"])
+def test_the_answer_does_not_depend_on_how_batches_are_sized(batching: str) -> None:
+    objectives = {"ttft_ms": 1.0, "tpot_ms": 0.5}
+    for given in (None, objectives):
+        engine = Engine.open(
+            cached_checkpoint("olmoe"), {**TINY, "batching": batching}, None, given
+        )
+        found = engine.generate(
+            [request(str(n), length, n=2) for n, length in enumerate((20, 33, 3, 9, 40, 17))]
+        )
+        engine.check_invariants()
+        engine.close()
+        assert found == _answers(), given
+
+
+@functools.cache
+def _answers() -> dict[str, list[list[int]]]:
+    engine = tiny_engine()
+    found: dict[str, list[list[int]]] = {}
+    for n, length in enumerate((20, 33, 3, 9, 40, 17)):
+        found |= engine.generate([request(str(n), length, n=2)])
+    engine.close()
+    return found
+
+
+def test_what_is_cancelled_while_a_step_is_put_off_is_gone_at_once(monkeypatch) -> None:
+    engine = tiny_engine(batching="frugal")
+    engine.add(request("goes", max_tokens=40))
+    engine.add(request("stays", max_tokens=4))
+    engine.step()
+    limit = BatchLimit(4, 16, 0.2, "gathering")
+    monkeypatch.setattr(engine._sizer, "decide", lambda *_: limit)
+    assert engine.hold_s() == 0.2
+    time.sleep(0.01)
+    engine.cancel("goes")
+    assert engine.hold_s() == 0.0, "there is something to report"
+    result = engine.step()
+    assert [o.finish_reason for o in result.outputs if o.request_id == "goes"] == ["cancelled"]
+    assert result.stats.batch.held_s >= 0.01
+    while engine.has_work():
+        engine.step()
+    engine.check_invariants()
     engine.close()
 
 
