@@ -32,8 +32,9 @@ PROMPT = "What is the capital of France, and what should one see there in two da
 class Connection:
     """One kept-alive HTTP/1.1 connection that reads streams as they come."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, prefix: str = "") -> None:
         self._port = port
+        self._path = f"{prefix}/v1/completions"
 
     async def open(self) -> Connection:
         """Connect."""
@@ -46,7 +47,7 @@ class Connection:
             {"model": MODEL, "prompt": PROMPT, "max_tokens": max_tokens, "stream": True}
         ).encode()
         head = (
-            "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
+            f"POST {self._path} HTTP/1.1\r\nhost: localhost\r\n"
             f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
         )
         began = time.perf_counter()

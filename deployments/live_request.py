@@ -39,6 +39,11 @@ class LiveRequest:
         """Whether every sequence has ended."""
         return not self._open
 
+    @property
+    def started(self) -> bool:
+        """Whether any of its tokens has come."""
+        return bool(self._started)
+
     def feed(self, output: SequenceOutput) -> bool:
         """Take one step's output; True when a stop string ended the sequence by it.
 

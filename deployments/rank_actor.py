@@ -6,6 +6,7 @@ This file itself needs neither Ray nor torch; the engine factory it is given imp
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import queue
 import threading
@@ -24,6 +25,7 @@ from deployments.rank_channel import (
     Down,
     Fatal,
     Heartbeat,
+    Hint,
     Idle,
     RankInfo,
     RankSocket,
@@ -35,6 +37,8 @@ from deployments.rank_channel import (
 
 if TYPE_CHECKING:
     from engine.engine import Engine
+
+log = logging.getLogger("ray.serve")
 
 HEARTBEAT_S = 1.0
 INVARIANTS_EVERY_S = 1.0
@@ -90,6 +94,9 @@ class StepLoop:
         self._stopped = False
         self._checked_s = 0.0
         self._check_is_due = False
+        self._hints_broken = False
+        self._early: list[Down | None] = []
+        """At most one message, which came while a step was put off."""
 
     def read(self) -> None:
         """Reader thread: from the socket to the inbox; None marks its end."""
@@ -114,6 +121,8 @@ class StepLoop:
     def run(self, engine: Engine) -> None:
         """Until Stop or the end of the channel; closes the engine."""
         was_busy = True
+        # Not every engine puts steps off.
+        hold_s: Callable[[], float] = getattr(engine, "hold_s", float)
         try:
             while True:
                 busy = engine.has_work()
@@ -124,6 +133,8 @@ class StepLoop:
                     return
                 was_busy = True
                 if engine.has_work():
+                    if (put_off_s := hold_s()) > 0 and self._waited_for_message(put_off_s):
+                        continue
                     self._step_began = time.monotonic()
                     result = engine.step()
                     self._step_began = None
@@ -144,8 +155,11 @@ class StepLoop:
 
     def _take_messages(self, engine: Engine, wait: bool) -> bool:
         """Everything in the inbox; False when the rank is to end."""
-        while wait or not self._inbox.empty():
-            message = self._await_message(engine) if wait else self._inbox.get()
+        while wait or self._early or not self._inbox.empty():
+            if self._early:
+                message = self._early.pop()
+            else:
+                message = self._await_message(engine) if wait else self._inbox.get()
             wait = False
             if message is None or isinstance(message, Stop):
                 return False
@@ -153,6 +167,16 @@ class StepLoop:
                 self._add(engine, message.request)
             elif isinstance(message, Cancel):
                 engine.cancel(message.request_id, message.index)
+            elif isinstance(message, Hint):
+                self._hint(engine, message)
+        return True
+
+    def _waited_for_message(self, wait_s: float) -> bool:
+        """Whether a message came within this time; it is the next to be taken."""
+        try:
+            self._early.append(self._inbox.get(timeout=wait_s))
+        except queue.Empty:
+            return False
         return True
 
     def _add(self, engine: Engine, request: Request) -> None:
@@ -165,6 +189,23 @@ class StepLoop:
         except Exception as error:
             engine.cancel(identity)
             self._link.send(Rejected(identity, "CoterieError", f"not taken: {error!r}", None))
+
+    def _hint(self, engine: Engine, hint: Hint) -> None:
+        """What is fetched ahead of a request may fail without harm to anybody."""
+        take = getattr(engine, "hint", None)
+        if take is None or self._hints_broken:
+            return
+        try:
+            take(
+                domain=hint.domain,
+                session=hint.session,
+                tenant=hint.tenant,
+                first_ids=hint.first_ids,
+            )
+        # Said once, and no hint is passed on any more: the answers do not depend on them.
+        except Exception:
+            self._hints_broken = True
+            log.exception("The engine did not take a hint; it gets no more of them")
 
     def _await_message(self, engine: Engine) -> Down | None:
         """The next message; what was not checked on becoming idle is, if idleness lasts."""

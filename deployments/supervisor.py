@@ -24,11 +24,13 @@ from deployments.live_request import LiveRequest, failure_of
 from deployments.model_files import open_pieces
 from deployments.node_address import listen_on_node_address_only
 from deployments.openai_errors import DeadlineError, OperatorCancelledError
-from deployments.rank_channel import Add, Cancel, Idle, RankInfo, Rejected, Step, Up
+from deployments.rank_channel import Add, Cancel, Hint, Idle, RankInfo, Rejected, Step, Up
 from deployments.rank_process import RankProcess
+from deployments.replica_news import ReplicaNews
 from deployments.settings import ServingSettings, hand_over_limit
 from deployments.step_totals import StepTotals
 from deployments.text_delta import Failure, Generation, encode_batch
+from engine.settings import EngineSettings
 
 log = logging.getLogger("ray.serve")
 
@@ -36,6 +38,7 @@ _REMAKE_PAUSES_S = (0.0, 1.0, 5.0, 15.0)
 _FAILURES_BEFORE_UNHEALTHY = 5
 _SWEEP_S = 0.25
 _WARM_UP = "warm-up"
+_HINT_TOKENS = 64
 _DEADLINE = "The request's deadline passed before its answer was complete."
 
 
@@ -75,6 +78,9 @@ class Supervisor:
         )
         self._counts |= {"prompt_tokens": 0, "completion_tokens": 0}
         self._totals = StepTotals()
+        default = EngineSettings.model_fields["kv_block_tokens"].default
+        engine = engine_settings.get("engine") or {}
+        self._news = ReplicaNews(int(engine.get("kv_block_tokens", default)))
         self._first_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._tasks = [
             asyncio.create_task(self._supervise()),
@@ -82,11 +88,15 @@ class Supervisor:
         ]
         await self._first_ready
 
-    async def generate(self, payload: bytes) -> AsyncIterator[bytes]:
-        """Batches of text for one encoded `Generation`. Closing the iterator cancels it."""
+    async def generate(self, payload: bytes, ask: bytes = b"") -> AsyncIterator[bytes]:
+        """Batches of text for one encoded `Generation`. Closing the iterator cancels it.
+
+        `ask` is for the router that chose this replica.
+        """
         generation = msgspec.msgpack.decode(payload, type=Generation)
         request = generation.request
         live = LiveRequest(generation, self._pieces)
+        self._news.asked()
         try:
             self._admit(live)
         except CoterieError as error:
@@ -124,6 +134,11 @@ class Supervisor:
             **self._counts,
             **self._totals.as_dict(),
         }
+
+    def record_routing_stats(self) -> dict[str, list[float]]:
+        """Serve's hook, asked now and then: what the gateways' routers read of this replica."""
+        ready = self._ready and not self._draining
+        return {"report": self._news.floats(self._live.values(), ready, time.time())}
 
     async def requests(self) -> list[dict[str, str | float]]:
         """What waits or runs here, oldest first. No text of anybody's."""
@@ -194,6 +209,8 @@ class Supervisor:
         self._live[request.request_id] = live
         self._counts["prompt_tokens"] += len(request.prompt_ids)
         self._pump()
+        if self._admission.waits(request.request_id):
+            self._hint(request)
 
     def _deadline_timer(self, request: Request) -> asyncio.TimerHandle | None:
         if request.deadline_s is None:
@@ -220,11 +237,26 @@ class Supervisor:
         for request_id in self._admission.take():
             self._rank.send(Add(self._live[request_id].request))
 
+    def _hint(self, request: Request) -> None:
+        """Its experts may be fetched while it waits."""
+        if self._rank is not None and self._ready:
+            self._rank.send(
+                Hint(
+                    request_id=request.request_id,
+                    tenant=request.tenant,
+                    domain=request.domain,
+                    session=request.session,
+                    first_ids=request.prompt_ids[:_HINT_TOKENS],
+                )
+            )
+
     def _leave(self, request_id: str, live: LiveRequest) -> None:
         """The client has its answer, or is gone."""
         if live.done:
             self._counts["failed" if live.failure is not None else "completed"] += 1
             self._counts["completion_tokens"] += live.completion_tokens
+            if live.failure is None:
+                self._news.answered(live.request.n, live.completion_tokens)
         else:
             self._counts["aborted"] += 1
             if self._rank is not None:
@@ -272,6 +304,7 @@ class Supervisor:
         self._failures_in_a_row = 0
         if self._info is not None:
             self._admission.hand_over_sequences = hand_over_limit(self._info.max_sequences)
+            self._news.max_sequences = self._info.max_sequences
         if not self._first_ready.done():
             self._first_ready.set_result(None)
         self._pump()
@@ -280,8 +313,9 @@ class Supervisor:
         log.error("Rank lost: %s", why)
         self._ready = False
         self._rank = None
-        self._admission.hand_over_sequences = 0
+        self._admission.lose_rank()
         self._stats = StepStats(step=0, step_s=0.0)
+        self._news.lost()
         queued = set(self._admission.queued_ids())
         for request_id, live in list(self._live.items()):
             if request_id not in queued:
@@ -292,10 +326,13 @@ class Supervisor:
         if isinstance(message, Step):
             self._counts["steps"] += 1
             self._totals.add(message.result.stats)
+            self._news.step(message.result.stats)
+            self._widen_choice(message.result.stats)
             self._take_step(message.result)
         elif isinstance(message, Idle):
             self._counts["idle_checks"] += message.checked
             self._stats = message.stats
+            self._news.gauges(message.stats)
         elif isinstance(message, Rejected):
             live = self._live.get(message.request_id)
             if message.request_id == _WARM_UP:
@@ -303,6 +340,13 @@ class Supervisor:
             if live is not None:
                 kind, text = message.error_type, message.message
                 live.fail(Failure(error_type=kind, message=text, param=message.param))
+
+    def _widen_choice(self, stats: StepStats) -> None:
+        """A rank that groups requests by their experts gets more to choose among."""
+        if stats.batch is not None and self._info is not None:
+            most = self._info.max_sequences
+            wide = hand_over_limit(most, stats.batch.grouping != "off")
+            self._admission.choice_sequences = wide - hand_over_limit(most)
 
     def _take_step(self, result: StepResult) -> None:
         self._stats = result.stats

@@ -8,11 +8,16 @@ from typing import Any
 
 import msgspec
 from ray.exceptions import RayError
-from ray.serve.exceptions import BackPressureError, RayServeException
+from ray.serve.exceptions import (
+    BackPressureError,
+    DeploymentUnavailableError,
+    RayServeException,
+)
 from ray.serve.handle import DeploymentHandle
 
 from core.errors import EngineUnavailableError, OverloadedError
 from deployments.rank_channel import RankInfo
+from deployments.routed_ask import encode_ask
 from deployments.text_delta import Batch, Generation, decode_batch
 
 _BACK_PRESSURE_RETRY_S = 2.0
@@ -53,7 +58,8 @@ class SupervisorClient:
 
     def generate(self, generation: Generation) -> GenerationStream:
         """Start a request."""
-        return GenerationStream(self._generate.remote(msgspec.msgpack.encode(generation)))
+        payload = msgspec.msgpack.encode(generation)
+        return GenerationStream(self._generate.remote(payload, encode_ask(generation)))
 
     async def info(self, timeout_s: float) -> RankInfo:
         """What a replica says of its model. Raises EngineUnavailableError after `timeout_s`."""
@@ -82,6 +88,8 @@ def translated(error: Exception) -> Exception:
     """Ours for an error of Ray, Serve or gRPC; anything else as it is."""
     if isinstance(error, BackPressureError):
         return OverloadedError("Too many requests wait for the model.", _BACK_PRESSURE_RETRY_S)
+    if isinstance(error, DeploymentUnavailableError):
+        return EngineUnavailableError("The model could not be started; see the server's log.")
     foreign = isinstance(error, RayError | RayServeException)
     if foreign or type(error).__module__.partition(".")[0] == _GRPC_MODULE:
         return EngineUnavailableError("The model's replica is gone; another is being started.")
