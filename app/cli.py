@@ -46,6 +46,15 @@ GROUPS = {
             )
         },
     ),
+    "domains": (
+        "Teach the classifier of texts by domain, and test it.",
+        {
+            "train": Command("app.commands.domains", "train", "From labelled texts to weights."),
+            "test": Command("app.commands.domains", "test", "Right guesses on labelled texts."),
+            "guess": Command("app.commands.domains", "guess", "What one text is about."),
+            "reload": Command("app.commands.domains", "reload", "Into a running service."),
+        },
+    ),
     "admin": (
         "Operate a running service: not through its public port, but through Ray.",
         {

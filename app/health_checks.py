@@ -19,11 +19,13 @@ import msgspec
 import psutil
 from packaging.requirements import Requirement
 
-from app.preflight import PreflightProcess
+from app.preflight import PreflightProcess, by_device
 from app.settings import Settings
 from core.config_model import format_bytes
 from core.errors import CoterieError
 from deployments.access import Access
+from expert_pool.kernels.build import BuildError
+from expert_pool.kernels.shared_object import instructions
 from expert_pool.model_location import locate
 
 READ_BYTES = 256 * 1024**2
@@ -58,6 +60,7 @@ def findings(settings: Settings | None, serving_only: Settings) -> Iterator[Find
         ("packages", packages),
         ("environment", environment),
         ("processors", processors),
+        ("kernels", kernels),
         ("open files", open_files),
         ("temporary files", temporary_files),
         ("shared memory", shared_memory),
@@ -135,6 +138,15 @@ def processors() -> Finding:
         advice = "other programs keep them busy; answers will be slower"
         return Finding("processors", "warning", found, advice)
     return Finding("processors", "ok", found)
+
+
+def kernels() -> Finding:
+    """Whether the native expert kernels are there, and what they use of the processor."""
+    try:
+        return Finding("kernels", "ok", f"native, {instructions()}")
+    except BuildError as error:
+        advice = "bf16 experts are computed by torch, which is slower for few rows"
+        return Finding("kernels", "warning", str(error), advice)
 
 
 def open_files() -> Finding:
@@ -236,21 +248,24 @@ def read_speed(path: Path) -> tuple[int, float, bool]:
 
 def memory(settings: Settings) -> Finding:
     """What all replicas need against what is free, and against where Ray ends processes."""
-    plan = PreflightProcess(settings, locate(settings.model).resolve()).result()
-    replicas = settings.serving.replicas
-    need = plan.need_bytes * replicas
-    found = (
-        f"{format_bytes(need)} for {replicas} replica{'s' if replicas > 1 else ''} on "
-        f"{plan.device}, {format_bytes(plan.available_bytes)} available"
-    )
-    if need > plan.available_bytes:
-        return Finding("memory", "error", found, "lower --expert-memory, --kv-memory or --replicas")
-    if not plan.device.startswith("cpu"):
-        return Finding("memory", "ok", found)
-    threshold = float(os.environ.get(_THRESHOLD_VARIABLE, _RAY_THRESHOLD))
-    total, used = memory_in_use()
-    if need > threshold * total - used:
-        found += f"; Ray ends processes from {threshold:.0%} of {format_bytes(total)} on"
+    folders = [locate(str(entry.model)).resolve() for entry in settings.entries()]
+    parts, ends = [], False
+    for device, plans in by_device(PreflightProcess(settings, folders).result()):
+        # Too much is refused by the check itself; Ray's own limit is known here.
+        count = sum(plan.replicas for plan in plans)
+        need, have = sum(plan.all_need_bytes for plan in plans), plans[0].available_bytes
+        replicas = f"{count} replica{'s' if count > 1 else ''}"
+        parts.append(
+            f"{format_bytes(need)} for {replicas} on {device}, {format_bytes(have)} available"
+        )
+        if device.startswith("cpu"):
+            threshold = float(os.environ.get(_THRESHOLD_VARIABLE, _RAY_THRESHOLD))
+            total, used = memory_in_use()
+            if need > threshold * total - used:
+                ends = True
+                parts.append(f"Ray ends processes from {threshold:.0%} of {format_bytes(total)} on")
+    found = "; ".join(parts)
+    if ends:
         return Finding("memory", "error", found, "leave more room, or raise Ray's threshold")
     return Finding("memory", "ok", found)
 

@@ -7,16 +7,21 @@ import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from app.commands.status import get_json
 from app.local_ray import hushed
 from app.settings import Settings
 from core.errors import CoterieError
 
+if TYPE_CHECKING:
+    from ray.serve.schema import DeploymentStatusOverview
+
 APPLICATION = "coterie"
 POLL_S = 0.1
 WATCH_S = 2.0
 LOG_LINES = 12
+_FAILED = "DEPLOY_FAILED"
 
 
 class LocalService:
@@ -25,12 +30,17 @@ class LocalService:
     def __init__(self, settings: Settings, logs: Path) -> None:
         self._settings = settings
         self._logs = logs
+        self._is_whole = True
+        """Whether all models started."""
         host = settings.serving.host
         reachable = "127.0.0.1" if host in ("0.0.0.0", "::") else host
         self.url = f"http://{reachable}:{settings.serving.port}"
 
-    def deploy(self) -> None:
-        """Starts Serve and the application. Raises CoterieError with what the replicas said."""
+    def deploy(self) -> list[str]:
+        """Starts Serve and the application; why each model that could not start did not.
+
+        Raises CoterieError with what the replicas said where none could.
+        """
         from ray import serve
 
         from app.build import build
@@ -42,14 +52,45 @@ class LocalService:
         try:
             serve.run(build(self._settings), name=APPLICATION, route_prefix="/")
         except RuntimeError as error:
-            raise failure_of(str(error), f"Logs: {self._logs / 'serve'}") from error
+            logs = f"Logs: {self._logs / 'serve'}"
+            started = self._await_models()
+            said = {
+                title: failure_of(one.message, logs)
+                for title, one in self._models().items()
+                if one.status.value == _FAILED
+            }
+            if not said:
+                raise failure_of(str(error), logs) from error
+            if not started:
+                raise next(iter(said.values())) from error
+            self._is_whole = False
+            return [f"{title} is not served: {why}" for title, why in said.items()]
+        return []
+
+    def _await_models(self) -> int:
+        """Deployments of models that started, once none is starting any more."""
+        while "UPDATING" in (states := [one.status.value for one in self._models().values()]):
+            time.sleep(POLL_S)
+        return states.count("HEALTHY")
+
+    def _models(self) -> dict[str, DeploymentStatusOverview]:
+        """Serve's word on the replicas of each model, by the model's name and group's."""
+        from ray import serve
+
+        from app.build import replica_plans
+        from deployments.replica_plan import deployment_names
+
+        deployments = serve.status().applications[APPLICATION].deployments
+        plans = replica_plans(self._settings)
+        names = zip(plans, deployment_names(plans), strict=True)
+        return {plan.title: deployments[name] for plan, name in names if name in deployments}
 
     def await_ready(self, limit_s: float) -> None:
-        """Until /ready says yes. Raises CoterieError after `limit_s`."""
+        """Until /ready says yes of all models that started. Raises CoterieError after `limit_s`."""
         deadline = time.monotonic() + limit_s
         while True:
             ready, details = self.ready()
-            if ready:
+            if ready or (not self._is_whole and self.ready_model() is not None):
                 return
             if time.monotonic() > deadline:
                 raise CoterieError(
@@ -59,29 +100,50 @@ class LocalService:
 
     def ready(self) -> tuple[bool, str]:
         """Whether a request would be served now, and what /ready says."""
-        try:
-            code, body = get_json(f"{self.url}/ready")
-        except CoterieError as error:
-            return False, str(error)
+        code, body = self._asked()
         return code == 200, str(body)
 
+    def ready_model(self) -> str | None:
+        """A model that is ready, where there are several and one is."""
+        return next((name for name, part in self._by_model().items() if part["ready"]), None)
+
     def changes(self) -> Iterator[str]:
-        """For ever: a line for each time that the service stops or starts being ready."""
-        was_ready = True
+        """For ever: a line for each time that a model stops or starts being ready."""
+        before = () if self._is_whole else self._not_ready()
         while True:
             time.sleep(WATCH_S)
-            ready, details = self.ready()
-            if ready and not was_ready:
+            now = self._not_ready()
+            if now and now != before:
+                yield f"not ready: {self.ready()[1]}\n{self.last_log_lines()}"
+            if before and not now:
                 yield "ready again"
-            if was_ready and not ready:
-                yield f"not ready: {details}\n{self.last_log_lines()}"
-            was_ready = ready
+            before = now
+
+    def _not_ready(self) -> tuple[str, ...]:
+        """The models that are not ready; where there is one model, the service."""
+        code, body = self._asked()
+        if code == 200:
+            return ()
+        models = self._by_model(body)
+        return tuple(name for name, part in models.items() if not part["ready"]) or (self.url,)
+
+    def _by_model(self, body: Any = None) -> dict[str, Any]:
+        """What /ready says of each, where there are several."""
+        found = self._asked()[1] if body is None else body
+        return dict(found.get("models", {})) if isinstance(found, dict) else {}
+
+    def _asked(self) -> tuple[int, Any]:
+        """Status and body of /ready; 0 and the reason where nobody answers."""
+        try:
+            return get_json(f"{self.url}/ready")
+        except CoterieError as error:
+            return 0, str(error)
 
     def stop(self) -> None:
         """Lets running requests end within serving.drain_s, then ends Serve."""
         from ray import serve
 
-        from deployments.drain import drain
+        from deployments.running_application import drain
 
         drain(APPLICATION, self._settings.serving.drain_s)
         with hushed():

@@ -1,4 +1,4 @@
-"""Checks a model and its memory before anything starts: `python -m app.preflight` is the child.
+"""Checks models and their memory before anything starts: `python -m app.preflight` is the child.
 
 The child imports torch and dies with it, so the command line stays small beside Ray.
 """
@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
+from app.model_entries import ModelEntry
 from app.settings import Settings
 from core import errors
 from core.config_model import format_bytes
@@ -18,10 +22,16 @@ from core.errors import BudgetError, CoterieError
 from core.model_shape import ModelShape
 from engine.settings import EngineSettings
 
+if TYPE_CHECKING:
+    from expert_pool.checkpoint_index import CheckpointIndex
+
 
 class Preflight(msgspec.Struct, frozen=True, kw_only=True):
     """A checkpoint that can be served, in numbers. All sizes in bytes."""
 
+    name: str
+    """What clients call the model."""
+    group: str
     shape: ModelShape
     slots_by_layer: tuple[int, ...]
     slots_bytes: int
@@ -29,10 +39,11 @@ class Preflight(msgspec.Struct, frozen=True, kw_only=True):
     scratch_bytes: int
     """Attention, one MoE layer, and prompts that pass layer by layer."""
     available_bytes: int
+    """On the device, for all models together."""
     device: str
     replicas: int
     host_bytes: int
-    """Of the host tier: once for all replicas."""
+    """Of the host tier: once for all replicas, and for all groups of a model."""
     host_available_bytes: int
 
     @property
@@ -41,9 +52,19 @@ class Preflight(msgspec.Struct, frozen=True, kw_only=True):
         return self.shape.backbone_bytes + self.slots_bytes + self.kv_bytes + self.scratch_bytes
 
     @property
+    def all_need_bytes(self) -> int:
+        """What all replicas need on their device."""
+        return self.need_bytes * self.replicas
+
+    @property
     def is_on_cpu(self) -> bool:
         """Replicas and the host tier share one memory."""
         return self.device == "cpu"
+
+    @property
+    def title(self) -> str:
+        """The model's name, and its group's where it has one."""
+        return f"{self.name} ({self.group})" if self.group else self.name
 
 
 class _Refused(msgspec.Struct):
@@ -54,20 +75,21 @@ class _Refused(msgspec.Struct):
 class PreflightProcess:
     """The check under way in a child, while the parent does something else."""
 
-    def __init__(self, settings: Settings, folder: Path) -> None:
+    def __init__(self, settings: Settings, folders: Sequence[Path]) -> None:
+        """A folder for each of the settings' entries."""
         self._child = subprocess.Popen(
-            [sys.executable, "-m", "app.preflight", str(folder)],
+            [sys.executable, "-m", "app.preflight", *map(str, folders)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )
         self._input = settings.model_dump_json().encode()
 
-    def result(self) -> Preflight:
+    def result(self) -> list[Preflight]:
         """Waits for it. Raises CheckpointError, BudgetError or whatever the check raised."""
         out, err = self._child.communicate(self._input)
         if self._child.returncode == 0:
-            return msgspec.json.decode(out, type=Preflight)
+            return msgspec.json.decode(out, type=list[Preflight])
         try:
             refused = msgspec.json.decode(out, type=_Refused)
         except msgspec.DecodeError:
@@ -77,36 +99,69 @@ class PreflightProcess:
         raise kind(refused.message)
 
 
-def check_model(settings: Settings, folder: Path) -> Preflight:
-    """Indexes the checkpoint and compares what a rank needs with what the device has.
+def check_models(settings: Settings, folders: Sequence[Path]) -> list[Preflight]:
+    """Indexes the checkpoints and compares what all ranks need with what the devices have.
 
     Raises CheckpointError and BudgetError. Imports torch.
     """
     import torch
 
+    from expert_pool.checkpoint_index import CheckpointIndex
+    from expert_pool.tiers import host_tier_bytes
+
+    indexes: list[CheckpointIndex] = []
+    plans: list[Preflight] = []
+    for entry, folder in zip(settings.entries(), folders, strict=True):
+        dtype = entry.engine.dtype
+        index = CheckpointIndex.open(folder, None if dtype == "auto" else dtype)
+        _check_small_files(settings, entry, folder, index.shape.vocab_size)
+        indexes.append(index)
+        plans.append(_plan(entry, index))
+    _refuse_too_much(plans)
+    spare = _available_bytes("cpu") - sum(plan.all_need_bytes for plan in plans if plan.is_on_cpu)
+    tiers: dict[Path, int] = {}
+    for number, (entry, folder) in enumerate(zip(settings.entries(), folders, strict=True)):
+        # Groups of one model share its tier, and replicas do.
+        others = sum(tiers.values()) - tiers.get(folder, 0)
+        device = torch.device(entry.engine.device)
+        host = host_tier_bytes(indexes[number], entry.pool, device, spare - others)
+        tiers[folder] = max(host, tiers.get(folder, 0))
+        plans[number] = msgspec.structs.replace(plans[number], host_bytes=host)
+    _refuse_too_large_tiers(plans, sum(tiers.values()), spare)
+    return plans
+
+
+def _check_small_files(
+    settings: Settings, entry: ModelEntry, folder: Path, vocab_size: int
+) -> None:
+    """What a replica and a gateway would stumble over much later. Raises CheckpointError."""
     from deployments.output_formats import OutputFormats
+    from deployments.text_threads import TextThreads
     from deployments.tokenizer_worker import TokenizerWorker
     from engine.eos_ids import read_eos_ids
     from engine.sampling_defaults import sampling_defaults
-    from expert_pool.checkpoint_index import CheckpointIndex
+
+    read_eos_ids(folder, vocab_size)
+    sampling_defaults(folder)
+    threads = TextThreads()
+    TokenizerWorker.open(folder, threads)
+    threads.close()
+    OutputFormats.open(folder, settings.serving_of(entry))
+
+
+def _plan(entry: ModelEntry, index: CheckpointIndex) -> Preflight:
     from expert_pool.settings import expert_memory_bytes
     from expert_pool.slots import share_out
-    from expert_pool.tiers import host_tier_bytes
 
-    engine, pool = settings.engine, settings.pool
-    index = CheckpointIndex.open(folder, None if engine.dtype == "auto" else engine.dtype)
-    # The small files, which a replica and a gateway would stumble over much later.
-    read_eos_ids(folder, index.shape.vocab_size)
-    sampling_defaults(folder)
-    TokenizerWorker.open(folder).close()
-    OutputFormats.open(folder, settings.serving)
+    engine, pool = entry.engine, entry.pool
     granted = expert_memory_bytes(pool.expert_memory, index.shape.all_experts_bytes)
     slots = share_out(index.layers, granted)
     scratch = engine.scratch_memory + pool.scratch_bytes
     if sum(slots) < sum(layer.num_experts for layer in index.layers):
         scratch += engine.prefill_memory
-    host_available = _available_bytes("cpu")
-    plan = Preflight(
+    return Preflight(
+        name=entry.name,
+        group=entry.group,
         shape=index.shape,
         slots_by_layer=tuple(slots),
         slots_bytes=sum(n * layer.slot_bytes for n, layer in zip(slots, index.layers, strict=True)),
@@ -114,39 +169,58 @@ def check_model(settings: Settings, folder: Path) -> Preflight:
         scratch_bytes=scratch,
         available_bytes=_available_bytes(engine.device),
         device=engine.device,
-        replicas=settings.serving.replicas if engine.device == "cpu" else 1,
+        replicas=entry.replicas if engine.device == "cpu" else 1,
         host_bytes=0,
-        host_available_bytes=host_available,
+        host_available_bytes=_available_bytes("cpu"),
     )
-    spare = host_available - (plan.need_bytes * plan.replicas if plan.is_on_cpu else 0)
-    host = host_tier_bytes(index, pool, torch.device(engine.device), spare)
-    plan = msgspec.structs.replace(plan, host_bytes=host)
-    _refuse_too_much(plan)
-    return plan
 
 
-def _refuse_too_much(plan: Preflight) -> None:
-    """Raises BudgetError naming need and have."""
-    each = plan.need_bytes
-    need, have = each * plan.replicas, plan.available_bytes
-    if need > have:
-        several = f"{plan.replicas} replicas of {format_bytes(each)}: " * (plan.replicas > 1)
+def by_device(plans: Sequence[Preflight]) -> Iterator[tuple[str, list[Preflight]]]:
+    """The plans of each device."""
+    ordered = sorted(plans, key=lambda plan: plan.device)
+    for device, group in groupby(ordered, lambda plan: plan.device):
+        yield device, list(group)
+
+
+def _refuse_too_much(plans: Sequence[Preflight]) -> None:
+    """Raises BudgetError naming need and have of a device."""
+    for device, here in by_device(plans):
+        need, have = sum(plan.all_need_bytes for plan in here), here[0].available_bytes
+        if need <= have:
+            continue
+        parts = [_parts(plan) for plan in here]
+        if len(here) > 1:
+            parts = [
+                f"{plan.title} {format_bytes(plan.all_need_bytes)}: {part}"
+                for plan, part in zip(here, parts, strict=True)
+            ]
+        replicas = ", or --replicas" * any(plan.replicas > 1 for plan in here)
+        models = ", or serve fewer models" * (len(here) > 1)
         raise BudgetError(
-            f"memory of {plan.device}: need {need} bytes "
-            f"({format_bytes(need)}: {several}{format_bytes(plan.slots_bytes)} of expert slots, "
-            f"{format_bytes(plan.shape.backbone_bytes)} of other weights, "
-            f"{format_bytes(plan.kv_bytes)} of KV pages, "
-            f"{format_bytes(plan.scratch_bytes)} of scratch), have {have} bytes "
-            f"({format_bytes(have)}); lower --expert-memory or --kv-memory"
-            + ", or --replicas"
-            * (plan.replicas > 1)
+            f"memory of {device}: need {need} bytes ({format_bytes(need)}: {'; '.join(parts)}), "
+            f"have {have} bytes ({format_bytes(have)}); lower --expert-memory or --kv-memory"
+            f"{replicas}{models}"
         )
-    left = plan.host_available_bytes - (need if plan.is_on_cpu else 0)
-    if plan.host_bytes > left:
-        beside = f" beside {format_bytes(need)} of replicas" * plan.is_on_cpu
+
+
+def _parts(plan: Preflight) -> str:
+    several = f"{plan.replicas} replicas of {format_bytes(plan.need_bytes)}: " * (plan.replicas > 1)
+    return (
+        f"{several}{format_bytes(plan.slots_bytes)} of expert slots, "
+        f"{format_bytes(plan.shape.backbone_bytes)} of other weights, "
+        f"{format_bytes(plan.kv_bytes)} of KV pages, "
+        f"{format_bytes(plan.scratch_bytes)} of scratch"
+    )
+
+
+def _refuse_too_large_tiers(plans: Sequence[Preflight], need: int, left: int) -> None:
+    """Raises BudgetError where the host tiers `need` more than what is `left` of the machine."""
+    if need > left:
+        beside_bytes = sum(plan.all_need_bytes for plan in plans if plan.is_on_cpu)
+        beside = f" beside {format_bytes(beside_bytes)} of replicas" * bool(beside_bytes)
         raise BudgetError(
-            f"host memory: need {plan.host_bytes} bytes ({format_bytes(plan.host_bytes)}){beside}, "
-            f"have {left} bytes ({format_bytes(left)}); lower --host-memory, or leave it at auto"
+            f"host memory: need {need} bytes ({format_bytes(need)}){beside}, have {left} bytes "
+            f"({format_bytes(left)}); lower --host-memory, or leave it at auto"
         )
 
 
@@ -174,10 +248,10 @@ def _available_bytes(device: str) -> int:
 
 
 def main() -> None:
-    """Reads settings as JSON, prints a Preflight or a refusal."""
+    """Reads settings as JSON, prints a list of Preflight or a refusal."""
     settings = Settings.model_validate_json(sys.stdin.buffer.read())
     try:
-        answer = msgspec.json.encode(check_model(settings, Path(sys.argv[1])))
+        answer = msgspec.json.encode(check_models(settings, [Path(name) for name in sys.argv[1:]]))
     except CoterieError as error:
         print(msgspec.json.encode(_Refused(type(error).__name__, str(error))).decode())
         sys.exit(1)

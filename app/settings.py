@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import cache, reduce
+from itertools import groupby
+from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import Field, model_validator
 from pydantic.fields import FieldInfo
 
+from app.model_entries import ModelEntry, absolute_model, with_inherited
+from app.setting_keys import SettingKeys
 from core.config_model import ConfigModel
 from core.errors import SettingsError
 from core.objectives import ObjectiveSettings
+from deployments.dispatch_rules import DispatchRule, DispatchRules
+from deployments.dispatch_settings import DispatchSettings
+from deployments.domain_settings import DomainSettings
 from deployments.settings import ServingSettings, check_sizes
 from engine.settings import EngineSettings
 from expert_pool.settings import PoolSettings
@@ -31,99 +37,136 @@ class Settings(ConfigModel):
     """The HTTP side: addresses, replicas, limits."""
     objectives: ObjectiveSettings = ObjectiveSettings()
     """What a user should feel; every policy that trades latency reads these."""
+    dispatch: DispatchSettings = DispatchSettings()
+    """How a request finds its replica where a model has several ([dispatch.md](dispatch.md))."""
+    domains: DomainSettings = DomainSettings()
+    """How a request is labelled with what it is about ([domains.md](domains.md))."""
+    models: tuple[ModelEntry, ...] = ()
+    """Further models beside the first, and further groups of replicas of a model
+    ([models.md](models.md))."""
+    rules: tuple[DispatchRule, ...] = ()
+    """What requests of a domain are bound to: a group of replicas, or a model."""
 
     @model_validator(mode="before")
     @classmethod
     def _known_keys_only(cls, data: Any) -> Any:
-        if isinstance(data, Mapping):
-            refuse_unknown_keys(dict.fromkeys(leaf_paths(data), ""))
-        return data
+        if not isinstance(data, Mapping):
+            return data
+        setting_keys().refuse_unknown({path: "" for path, _ in setting_keys().leaves(data)})
+        return with_inherited(data)
 
     @model_validator(mode="after")
-    def _sizes_agree(self) -> Settings:
-        check_sizes(self.serving, self.engine.max_sequences, self.engine.context_tokens)
+    def _parts_agree(self) -> Settings:
+        for number, entry in enumerate(self.entries()):
+            where = f"models.{number - 1}: " if number else ""
+            try:
+                check_sizes(self.serving, entry.engine.max_sequences, entry.engine.context_tokens)
+            except SettingsError as error:
+                raise SettingsError(f"{where}{error}") from error
+        self.dispatch_rules()
         return self
 
+    def entries(self) -> tuple[ModelEntry, ...]:
+        """All models and groups, the first as an entry like the others; each names its model.
+
+        Raises SettingsError where two contradict.
+        """
+        first = ModelEntry(
+            name=self.model_name(),
+            model=self.model,
+            group=self.serving.group,
+            replicas=self.serving.replicas,
+            min_replicas=self.serving.min_replicas,
+            pool=self.pool,
+            engine=self.engine,
+        )
+        found = {(first.name, first.group): first}
+        models = {first.name: self.model}
+        for number, entry in enumerate(self.models):
+            where = f"models.{number}"
+            model = entry.model or models.get(entry.name)
+            if model is None:
+                raise SettingsError(
+                    f"{where}.model is not set, and no earlier model is named {entry.name!r}: give "
+                    "its folder or hub id"
+                )
+            if absolute_model(models.setdefault(entry.name, model)) != absolute_model(model):
+                raise SettingsError(
+                    f"{where}.model: the model {entry.name!r} is {models[entry.name]!r} already, "
+                    f"found {model!r}; groups of one model have one folder, other models need "
+                    "another name"
+                )
+            if (entry.name, entry.group) in found:
+                group = f" and the group {entry.group!r}" if entry.group else ""
+                raise SettingsError(
+                    f"{where}: the name {entry.name!r}{group} is taken; give it a group of its own "
+                    "to serve the model with further replicas, or another name"
+                )
+            found[entry.name, entry.group] = entry.model_copy(update={"model": model})
+        return tuple(found.values())
+
+    def model_name(self) -> str:
+        """The first model's name for clients: as set, else the folder's name, else the hub id."""
+        if self.serving.model_name is not None:
+            return self.serving.model_name
+        path = Path(self.model)
+        return path.resolve().name if path.is_dir() else self.model
+
+    def serving_of(self, entry: ModelEntry) -> ServingSettings:
+        """The HTTP side as one entry's replicas see it."""
+        own = {
+            "model_name": entry.name,
+            "group": entry.group,
+            "replicas": entry.replicas,
+            "min_replicas": entry.min_replicas,
+            "tool_parser": entry.tool_parser or self.serving.tool_parser,
+            "reasoning_parser": entry.reasoning_parser or self.serving.reasoning_parser,
+        }
+        return self.serving.model_copy(update=own)
+
+    def dispatch_rules(self, domains: Collection[str] | None = None) -> DispatchRules:
+        """The rules over the models and groups there are. Raises SettingsError.
+
+        `domains` are all that a text can have, where that is known.
+        """
+        groups: dict[str, list[str]] = {}
+        for entry in self.entries():
+            groups.setdefault(entry.name, []).append(entry.group)
+        return DispatchRules(self.rules, groups, domains)
+
 
 @cache
+def setting_keys() -> SettingKeys:
+    """Every key that can be set."""
+    return SettingKeys(Settings)
+
+
 def known_keys() -> Mapping[str, FieldInfo]:
-    """Every key that can be set, as a dotted path, with its field."""
-    return dict(_fields(Settings, ""))
-
-
-@cache
-def section_names() -> frozenset[str]:
-    """Dotted paths that hold further keys."""
-    return frozenset(path.rpartition(".")[0] for path in known_keys() if "." in path)
-
-
-def _fields(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo]]:
-    for name, field in model.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from _fields(field.annotation, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", field
+    """Every key as a dotted path, with its field; N stands for the numbers of entries."""
+    return setting_keys().fields
 
 
 def value_at(settings: Settings, path: str) -> Any:
     """The value of one dotted key."""
-    return reduce(getattr, path.split("."), settings)
+    return reduce(_part, path.split("."), settings)
 
 
-def leaf_paths(data: Mapping[Any, Any], prefix: str = "") -> Iterator[str]:
-    """Dotted paths of everything in nested mappings; a known key is never looked into."""
-    for name, value in data.items():
-        path = f"{prefix}{name}"
-        if isinstance(value, Mapping) and path not in known_keys():
-            yield from leaf_paths(value, f"{path}.")
-        elif not isinstance(value, BaseModel):
-            yield path
+def _part(value: Any, name: str) -> Any:
+    return value[int(name)] if isinstance(value, tuple) else getattr(value, name)
 
 
-def refuse_unknown_keys(origins: Mapping[str, str]) -> None:
-    """Raises SettingsError naming each path in `origins` that is no key, and the nearest one.
-
-    `origins` maps a path to the place it was set in ("" where that is not known).
-    """
-    problems = [
-        _unknown(path) + (f" (from {origin})" if origin else "")
-        for path, origin in origins.items()
-        if path not in known_keys()
-    ]
-    if problems:
-        raise SettingsError("\n".join(problems))
+def key_paths(settings: Settings) -> Iterator[str]:
+    """The dotted paths of all values that `settings` hold, entry by entry."""
+    for entries, keys in groupby(known_keys(), _entries_above):
+        if not entries:
+            yield from keys
+            continue
+        names = [key.removeprefix(f"{entries}.N.") for key in keys]
+        for number in range(len(value_at(settings, entries))):
+            yield from (f"{entries}.{number}.{name}" for name in names)
 
 
-def _unknown(path: str) -> str:
-    if path in section_names():
-        return f'"{path}" is a section: expected keys below it, such as {_some_keys(path)}'
-    section, _, name = path.rpartition(".")
-    elsewhere = [key for key in known_keys() if key.rpartition(".")[2] == name]
-    if elsewhere:
-        return f'misplaced setting "{path}": it belongs at {_either(elsewhere)}'
-    near, likeness = max(((key, _likeness(path, key)) for key in known_keys()), key=lambda x: x[1])
-    if likeness >= 0.6:
-        return f'unknown setting "{path}": the nearest valid key is "{near}"'
-    known = section if section in section_names() else ""
-    where = f'section "{known}"' if known else "settings"
-    return f'unknown setting "{path}": {where} has {_some_keys(known)}'
-
-
-def _likeness(path: str, key: str) -> float:
-    section, _, name = path.rpartition(".")
-    key_section, _, key_name = key.rpartition(".")
-    alike = difflib.SequenceMatcher(None, name, key_name).ratio()
-    # Of two equally like names, the one in the section that was meant.
-    return alike + 0.1 * (section == key_section) if alike >= 0.5 else 0.0
-
-
-def _either(keys: list[str]) -> str:
-    return " or ".join(f'"{key}"' for key in keys)
-
-
-def _some_keys(section: str) -> str:
-    prefix = f"{section}." if section else ""
-    heads = dict.fromkeys(
-        key.removeprefix(prefix).split(".")[0] for key in known_keys() if key.startswith(prefix)
-    )
-    return ", ".join(heads)
+def _entries_above(key: str) -> str:
+    """The list of entries that a key with N lies in; "" for none."""
+    entries, mark, _ = key.partition(".N.")
+    return entries if mark else ""

@@ -9,7 +9,8 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from app.commands.options import FLAGS
-from app.settings import Settings, known_keys
+from app.model_entries import INHERITED
+from app.settings import known_keys, setting_keys
 from app.settings_sources import environment_name
 
 HEAD = """# Settings
@@ -20,6 +21,8 @@ A setting comes from the first of these that names it: a flag of `coterie serve`
 has `--set KEY=VALUE`, some a flag of their own), an environment variable, the YAML file given
 with `--config`, its default. `coterie config show` prints each value and where it came from. An
 unknown or misplaced key is an error. Bytes may be written as `"8GiB"`; `null` unsets a value.
+Entries of `models` and `rules` are numbered from 0, which `N` stands for: `models.0.name`,
+`COTERIE_MODELS__0__NAME`. In YAML they are lists.
 
 ```yaml
 # coterie.yaml
@@ -39,9 +42,12 @@ def settings_page() -> str:
     section = None
     for path, field in known_keys().items():
         head, _, _ = path.rpartition(".")
+        inner = _inherited(head)
         if head != section:
             section = head
-            lines += _section(section)
+            lines += [_any_key(head, inner)] if inner else _section(section)
+        if inner:
+            continue
         lines.append(
             f"| `{path}` | {_kind(field)} | {_default(field)} | "
             f"`{environment_name(path)}`{_flag(flags.get(path))} | {_one_line(field.description)} |"
@@ -52,8 +58,19 @@ def settings_page() -> str:
 def _section(name: str) -> list[str]:
     title = [f"\n## {name}\n"] if name else []
     if name:
-        title.append(f"{_one_line(Settings.model_fields[name].description)}\n")
+        title.append(f"{_one_line(setting_keys().sections[name].description)}\n")
     return [*title, "| setting | kind | default | set by | what it is |", "|---|---|---|---|---|"]
+
+
+def _inherited(section: str) -> str:
+    """The section of the first model that an entry's section is like; "" for other sections."""
+    entry, _, inner = section.rpartition(".")
+    return inner if entry == "models.N" and inner in INHERITED else ""
+
+
+def _any_key(section: str, inner: str) -> str:
+    described = _one_line(setting_keys().sections[section].description)
+    return f"| `{section}.*` | any key of [{inner}](#{inner}) | that key's value | | {described} |"
 
 
 def _kind(field: FieldInfo) -> str:

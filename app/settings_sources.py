@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,8 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from app.settings import Settings, known_keys, refuse_unknown_keys, section_names
+from app.model_entries import INHERITED
+from app.settings import Settings, key_paths, setting_keys
 from core.errors import SettingsError
 from deployments.ray_environment import KEYS_VARIABLE, MAX_BODY_VARIABLE
 
@@ -44,18 +45,71 @@ def load_settings(
     environ: Mapping[str, str],
     flags: Mapping[str, Sourced],
     placeholder_model: str | None = None,
+    also: Sequence[tuple[str, str]] = (),
 ) -> LoadedSettings:
     """Merges the sources, later ones winning. Raises SettingsError naming path and origin.
 
     The model is the one setting without a default; `placeholder_model` may stand in for it.
+    `also` are (name, folder or hub id) of models to be served beside all others.
     """
     chosen: dict[str, Sourced] = {}
     if placeholder_model is not None:
         chosen["model"] = Sourced(placeholder_model, "default")
     for layer in (read_yaml(config) if config else {}, read_environment(environ), flags):
-        refuse_unknown_keys({path: sourced.origin for path, sourced in layer.items()})
-        chosen.update(layer)
-    origins = {path: chosen[path].origin if path in chosen else "default" for path in known_keys()}
+        for path in [path for path in layer if setting_keys().is_list(path)]:
+            # A whole list replaces what lower layers say of it.
+            chosen = {key: one for key, one in chosen.items() if not key.startswith(f"{path}.")}
+        leaves = dict(_entries_opened(layer))
+        setting_keys().refuse_unknown({path: sourced.origin for path, sourced in leaves.items()})
+        chosen.update(leaves)
+    for number, (name, model) in enumerate(also, len(_entry_numbers(chosen, "models"))):
+        chosen[f"models.{number}.name"] = Sourced(name, "--also")
+        chosen[f"models.{number}.model"] = Sourced(model, "--also")
+    try:
+        settings = Settings.model_validate(_nested(chosen))
+    except ValidationError as error:
+        raise SettingsError("\n".join(_explain(error, chosen))) from error
+    origins = {path: _origin(path, chosen) for path in key_paths(settings)}
+    return LoadedSettings(settings, origins)
+
+
+def _entries_opened(layer: Mapping[str, Sourced]) -> Iterator[tuple[str, Sourced]]:
+    """A layer's settings, with one for each leaf of lists that were given as a whole."""
+    for path, sourced in layer.items():
+        if setting_keys().is_list(path) and isinstance(sourced.value, list):
+            for leaf, value in setting_keys().leaves(sourced.value, f"{path}."):
+                yield leaf, Sourced(value, sourced.origin)
+        else:
+            yield path, sourced
+
+
+def _origin(path: str, chosen: Mapping[str, Sourced]) -> str:
+    """Where a value was set; of one that an entry takes from the first model, that one's key."""
+    if path in chosen:
+        return chosen[path].origin
+    if path.startswith("models.") and path.split(".")[2] in INHERITED:
+        above = path.split(".", 2)[2]
+        if above in chosen:
+            return f"{above}, {chosen[above].origin}"
+    return "default"
+
+
+def _entry_numbers(paths: Iterable[str], section: str) -> list[int]:
+    """The entries that some path lies in. Raises SettingsError where one is left out."""
+    found: dict[int, str] = {}
+    for path in paths:
+        if path.startswith(f"{section}."):
+            found.setdefault(int(path.removeprefix(f"{section}.").partition(".")[0]), path)
+    for expected, number in enumerate(sorted(found)):
+        if number != expected:
+            raise SettingsError(
+                f'"{found[number]}" is set, but nothing of {section}.{expected}: entries are '
+                "numbered from 0 without gaps"
+            )
+    return sorted(found)
+
+
+def _nested(chosen: Mapping[str, Sourced]) -> dict[str, Any]:
     nested: dict[str, Any] = {}
     for path, sourced in chosen.items():
         *sections, name = path.split(".")
@@ -63,10 +117,11 @@ def load_settings(
         for section in sections:
             target = target.setdefault(section, {})
         target[name] = sourced.value
-    try:
-        return LoadedSettings(Settings.model_validate(nested), origins)
-    except ValidationError as error:
-        raise SettingsError("\n".join(_explain(error, origins))) from error
+    for section in setting_keys().lists:
+        numbers = _entry_numbers(chosen, section)
+        if numbers:
+            nested[section] = [nested[section][str(number)] for number in numbers]
+    return nested
 
 
 def read_yaml(path: Path) -> dict[str, Sourced]:
@@ -99,17 +154,32 @@ def read_yaml(path: Path) -> dict[str, Sourced]:
 
 
 def _leaves(
-    loader: yaml.SafeLoader, node: yaml.MappingNode, prefix: str
+    loader: yaml.SafeLoader, node: yaml.MappingNode | yaml.SequenceNode, prefix: str
 ) -> Iterator[tuple[str, Any, int]]:
-    for key_node, value_node in node.value:
-        path = f"{prefix}{loader.construct_object(key_node, deep=True)}"
-        if isinstance(value_node, yaml.MappingNode) and path not in known_keys():
+    keys = setting_keys()
+    for name, place, value_node in _items(loader, node):
+        path = f"{prefix}{name}"
+        if (isinstance(value_node, yaml.MappingNode) and path not in keys) or (
+            isinstance(value_node, yaml.SequenceNode) and keys.is_list(path)
+        ):
             yield from _leaves(loader, value_node, f"{path}.")
             continue
         value = loader.construct_object(value_node, deep=True)
-        if value is None and path in section_names():
+        if value is None and keys.is_section(path):
             continue
-        yield path, value, key_node.start_mark.line + 1
+        yield path, value, place.start_mark.line + 1
+
+
+def _items(
+    loader: yaml.SafeLoader, node: yaml.MappingNode | yaml.SequenceNode
+) -> Iterator[tuple[str, yaml.Node, yaml.Node]]:
+    """(name or number, the node that tells the line, the value's node)."""
+    if isinstance(node, yaml.SequenceNode):
+        for number, value_node in enumerate(node.value):
+            yield str(number), value_node, value_node
+        return
+    for key_node, value_node in node.value:
+        yield str(loader.construct_object(key_node, deep=True)), key_node, value_node
 
 
 def read_environment(environ: Mapping[str, str]) -> dict[str, Sourced]:
@@ -140,12 +210,16 @@ def environment_name(path: str) -> str:
     return ENV_PREFIX + path.upper().replace(".", "__")
 
 
-def _explain(error: ValidationError, origins: Mapping[str, str]) -> Iterator[str]:
-    for item in error.errors(include_url=False):
+def _explain(error: ValidationError, chosen: Mapping[str, Sourced]) -> Iterator[str]:
+    keys = setting_keys()
+    items = error.errors(include_url=False)
+    for item in items:
         # Unions and containers append to the location; the setting is its longest known prefix.
         parts = [str(part) for part in item["loc"]]
         prefixes = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
-        path = next((p for p in prefixes if p in origins or p in section_names()), ".".join(parts))
+        path = next((p for p in prefixes if p in keys or keys.is_section(p)), ".".join(parts))
+        if path in keys and path not in chosen and item["type"] != "missing" and len(items) > 1:
+            continue  # an entry has it from the first model, where it is told
         if item["type"] == "missing":
             yield (
                 f"{path} is not set: give it on the command line, as {environment_name(path)}, "
@@ -153,7 +227,7 @@ def _explain(error: ValidationError, origins: Mapping[str, str]) -> Iterator[str
             )
             continue
         message = item["msg"].removeprefix("Value error, ")
-        says = path in section_names() or ", found " in message
+        says = keys.is_section(path) or ", found " in message
         found = "" if says else f", found {item['input']!r}"
-        origin = f" (from {origins[path]})" if path in origins else ""
+        origin = f" (from {chosen[path].origin})" if path in chosen else ""
         yield f"{path}: {message}{found}{origin}"

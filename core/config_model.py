@@ -41,6 +41,14 @@ def format_bytes(nbytes: float) -> str:
     raise AssertionError("unreachable")
 
 
+def exact_bytes(nbytes: int) -> str:
+    """The shortest form that `parse_bytes` reads back as the same number, such as "8GiB"."""
+    for power, letter in ((4, "T"), (3, "G"), (2, "M"), (1, "K")):
+        if nbytes and nbytes % 1024**power == 0:
+            return f"{nbytes // 1024**power}{letter}iB"
+    return str(nbytes)
+
+
 ByteCount = Annotated[int, BeforeValidator(parse_bytes)]
 """An int field of bytes that also takes "8GiB"."""
 

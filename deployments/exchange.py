@@ -25,9 +25,18 @@ class Exchange:
     """The client's x-request-id, for the log alone."""
     began_s: float = field(default_factory=time.monotonic)
     tenant: str = ""
+    model: str = ""
+    """The one that answers, whatever name was asked for."""
+    group: str = ""
+    """That of its replicas; "" where the model has none."""
     lease: Lease | None = None
     status: int = 0
     error: str | None = None
+    domain_hint: str = ""
+    domains: list[str] = field(default_factory=list)
+    """Of the prompts, each once; "" is not known."""
+    session: str = ""
+    """The hash that the engine sees."""
     request_ids: list[str] = field(default_factory=list)
     priority: str = "interactive"
     streamed: bool = False
@@ -44,6 +53,9 @@ class Exchange:
         request = generation.request
         self.request_ids.append(request.request_id)
         self.priority = request.priority
+        if request.domain not in self.domains:
+            self.domains.append(request.domain)
+        self.session = request.session
         self.streamed = generation.stream
         self.prompt_tokens += len(request.prompt_ids)
         self.open_streams += 1
@@ -88,6 +100,10 @@ class Exchange:
         optional = {
             "label": self.label,
             "tenant": self.tenant or None,
+            "model": self.model or None,
+            "group": self.group or None,
+            "domain_hint": self.domain_hint or None,
+            "session": self.session or None,
             "request_ids": self.request_ids or None,
             "error": self.error,
             "body": self.body,
@@ -96,6 +112,7 @@ class Exchange:
         if self.request_ids:
             line |= {
                 "priority": self.priority,
+                "domains": self.domains,
                 "stream": self.streamed,
                 "prompt_tokens": self.prompt_tokens,
                 "cached_tokens": self.cached_tokens,

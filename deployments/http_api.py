@@ -17,7 +17,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from core.errors import CoterieError
-from deployments.gateway import EventStream, Gateway
+from deployments.answering import EventStream
+from deployments.gateway import Gateway
 from deployments.metrics_page import CONTENT_TYPE as METRICS_TYPE
 from deployments.openai_errors import (
     HTTP_CODES,

@@ -76,7 +76,7 @@ class SamplingFields(StructureFields):
     """By token id, what is added to its logit: -100 to 100."""
     seed: Annotated[int, Field(ge=-INT64 - 1, le=INT64)] | None = None
     user: Label = None
-    """A label of the caller's own; taken and not used."""
+    """Names the session where the header x-session-id does not."""
     service_tier: Literal["auto", "default", "flex"] | None = None
     """"flex" lets interactive requests go first."""
     top_k: Annotated[int, Field(ge=-1, le=INT64)] | None = None

@@ -27,6 +27,8 @@ class ServingSettings(ConfigModel):
     """Port the HTTP proxy listens on."""
     model_name: str | None = None
     """Name of the model in requests and in /v1/models; left out: the folder's name or hub id."""
+    group: str = Field(default="", pattern=r"^[\w.-]{0,64}$")
+    """Name of these replicas where `models` gives the model further groups."""
     gateways: Positive = 1
     """Gateway processes; tenants' limits hold for all of them together."""
     replicas: Positive = 1
@@ -86,12 +88,17 @@ class ServingSettings(ConfigModel):
 
     @model_validator(mode="after")
     def _replica_bounds(self) -> ServingSettings:
-        if self.min_replicas is not None and self.min_replicas > self.replicas:
-            raise ValueError(
-                f"min_replicas ({self.min_replicas}) is above replicas ({self.replicas}); "
-                "lower the one or raise the other"
-            )
+        refuse_replica_bounds(self.replicas, self.min_replicas)
         return self
+
+
+def refuse_replica_bounds(replicas: int, min_replicas: int | None) -> None:
+    """Raises ValueError for bounds that contradict."""
+    if min_replicas is not None and min_replicas > replicas:
+        raise ValueError(
+            f"min_replicas ({min_replicas}) is above replicas ({replicas}); "
+            "lower the one or raise the other"
+        )
 
 
 def check_sizes(serving: ServingSettings, max_sequences: int, context_tokens: int | None) -> None:
@@ -115,11 +122,15 @@ def check_sizes(serving: ServingSettings, max_sequences: int, context_tokens: in
         )
 
 
-def hand_over_limit(max_sequences: int) -> int:
-    """Sequences a supervisor lets its rank hold at once: the batch and a few to choose from."""
-    return max_sequences + max(2, max_sequences // 2)
+def hand_over_limit(max_sequences: int, grouping: bool = False) -> int:
+    """Sequences a supervisor lets its rank hold at once: the batch and a few to choose from, or
+    more where it chooses by what they have in common."""
+    few = max(2, max_sequences // 2)
+    return max_sequences + (max(few, GROUPING_CHOICE) if grouping else few)
 
 
+GROUPING_CHOICE = 32
+"""Waiting sequences that a rank compares when it groups them."""
 REFUSAL_ROOM = 64
 """Calls beyond max_ongoing_requests that Serve may hand to a replica. The replica's own queue
 decides about admission, so Serve's limit lies above it: room to refuse, and to answer status."""

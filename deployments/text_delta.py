@@ -18,6 +18,8 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     """False: one batch with everything at the end."""
     special_text: tuple[int, ...] = ()
     """Special tokens that appear in the text: tool and reasoning parsers need their marks."""
+    confidence: float = 0.0
+    """The probability that the request's domain is right."""
 
 
 class TextDelta(msgspec.Struct, frozen=True, kw_only=True, tag=True):

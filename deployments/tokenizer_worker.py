@@ -1,13 +1,10 @@
-"""Text to token ids in a bounded pool of threads, so that no long text blocks the event loop."""
+"""Text to token ids, by one model's tokenizer and chat template."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from tokenizers import Encoding, Tokenizer
 
@@ -15,35 +12,35 @@ from core.errors import RequestError
 from deployments.chat_template import ChatTemplate
 from deployments.model_files import open_pieces, open_tokenizer
 from deployments.prompt_text import PromptText
+from deployments.text_threads import LONG_CHARS, TextThreads
 from engine.token_pieces import TokenPieces
 
-_THREADS = 2
-_SHORT_CHARS = 2_000
-_LONG_CHARS = 200_000
-"""Longer texts take seconds: they have a thread of their own, so that others need not wait."""
 _BEGINNING_CHARS = 16
 """For each token of the context, of a text that can hardly fit it: what is looked at first."""
 _VALUE_CHARS = 16
 """A message costs a template something even where it is empty."""
 
-Result = TypeVar("Result")
-
 
 class TokenizerWorker:
-    """Renders and tokenises; texts short enough to be faster than a change of thread run inline."""
+    """Renders and tokenises, long texts in threads."""
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, pieces: TokenPieces) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        pieces: TokenPieces,
+        threads: TextThreads,
+    ) -> None:
         self._tokenizer = tokenizer
         self._template = template
         self._pieces = pieces
-        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenizer")
-        self._long_pool = ThreadPoolExecutor(1, thread_name_prefix="tokenizer-long")
+        self._threads = threads
 
     @classmethod
-    def open(cls, model_dir: Path) -> TokenizerWorker:
+    def open(cls, model_dir: Path, threads: TextThreads) -> TokenizerWorker:
         """The tokenizer and template of a model folder."""
         pieces = open_pieces(model_dir)
-        return cls(open_tokenizer(model_dir), ChatTemplate.open(model_dir), pieces)
+        return cls(open_tokenizer(model_dir), ChatTemplate.open(model_dir), pieces, threads)
 
     async def prompt(
         self,
@@ -62,10 +59,10 @@ class TokenizerWorker:
             def encode() -> PromptText:
                 return self._of_text(prompt, add_special, echo, context_tokens)
 
-            return await self.run(len(prompt), encode)
+            return await self._threads.run(len(prompt), encode)
         if not echo:
             return PromptText(prompt)
-        return await self.run(len(prompt), lambda: PromptText.of_ids(self._pieces, prompt))
+        return await self._threads.run(len(prompt), lambda: PromptText.of_ids(self._pieces, prompt))
 
     async def chat(
         self,
@@ -80,11 +77,13 @@ class TokenizerWorker:
             text = self._template.render(messages, kwargs, own)
             return self._of_text(text, add_special=False, context_tokens=context_tokens)
 
-        return await self.run(_size_chars([messages, kwargs, own or {}]), render_and_encode)
+        return await self._threads.run(
+            _size_chars([messages, kwargs, own or {}]), render_and_encode
+        )
 
     async def text(self, ids: tuple[int, ...]) -> str:
         """The text of token ids, special tokens by their names. Raises RequestError."""
-        return await self.run(len(ids), lambda: self._text(ids))
+        return await self._threads.run(len(ids), lambda: self._text(ids))
 
     async def token_texts(self, ids: tuple[int, ...]) -> list[str]:
         """Each token as the vocabulary names it."""
@@ -92,19 +91,7 @@ class TokenizerWorker:
         def names() -> list[str]:
             return [self._tokenizer.id_to_token(token_id) or "" for token_id in ids]
 
-        return await self.run(len(ids), names)
-
-    def close(self) -> None:
-        """End the threads."""
-        for pool in (self._pool, self._long_pool):
-            pool.shutdown(wait=False, cancel_futures=True)
-
-    async def run(self, size_chars: int, work: Callable[[], Result]) -> Result:
-        """The work's result; in a thread where as much text as that would hold the loop up."""
-        if size_chars <= _SHORT_CHARS:
-            return work()
-        pool = self._pool if size_chars <= _LONG_CHARS else self._long_pool
-        return await asyncio.get_running_loop().run_in_executor(pool, work)
+        return await self._threads.run(len(ids), names)
 
     def _text(self, ids: tuple[int, ...]) -> str:
         unknown = next((i for i in ids if self._tokenizer.id_to_token(i) is None), None)
@@ -136,14 +123,14 @@ class TokenizerWorker:
 def _size_chars(value: Any) -> int:
     """How much a template has to go through: all texts, and a flat charge for each value.
 
-    Counted no further than to `_LONG_CHARS`: what is beyond changes nothing.
+    Counted no further than to `LONG_CHARS`: what is beyond changes nothing.
     """
     size = 0
     open_values = [value]
-    while open_values and size <= _LONG_CHARS:
+    while open_values and size <= LONG_CHARS:
         value = open_values.pop()
         if isinstance(value, dict):
-            size += sum(len(key) for key in islice(value, _LONG_CHARS))
+            size += sum(len(key) for key in islice(value, LONG_CHARS))
             open_values += value.values()
         elif isinstance(value, list):
             open_values += value

@@ -15,7 +15,7 @@ from core.errors import CoterieError
 
 ANSWER_S = 10.0
 TABLE_WIDTH = 120
-HEADINGS = ("tenant", "priority", "state", "age s", "prompt tokens")
+HEADINGS = ("model", "tenant", "priority", "state", "age s", "prompt tokens")
 Url = Annotated[str | None, typer.Option("--url", help="Which local service, if there are many.")]
 Address = Annotated[str | None, typer.Option("--address", help="A Ray cluster's address instead.")]
 App = Annotated[str, typer.Option("--app", help="Name of the Serve application.")]
@@ -32,10 +32,9 @@ def requests(
       coterie admin requests --json
     """
     with connected(url, address):
-        from deployments.application import GATEWAY, SUPERVISOR
+        from deployments.application import GATEWAY
 
-        replicas = ask_all(app, SUPERVISOR, "requests")
-        found = [request for replica in replicas for request in replica]
+        found = listed_requests(app)
         tenants: dict[str, dict[str, int]] = {}
         for gateway in ask_all(app, GATEWAY, "tenants"):
             tenants |= gateway
@@ -46,7 +45,7 @@ def requests(
     others = (Column(name, no_wrap=True) for name in HEADINGS)
     table = Table(request_id, *others, box=None, pad_edge=False)
     for one in found:
-        cells = ("request_id", "tenant", "priority", "state", "age_s", "prompt_tokens")
+        cells = ("request_id", "model", "tenant", "priority", "state", "age_s", "prompt_tokens")
         table.add_row(*(str(one[cell]) for cell in cells))
     console = Console(soft_wrap=True, highlight=False)
     console.width = max(console.width, TABLE_WIDTH)  # never cut a cell: ids are to be copied
@@ -71,9 +70,8 @@ def cancel(
       coterie admin cancel chatcmpl-0f3c...
     """
     with connected(url, address):
-        from deployments.application import SUPERVISOR
-
-        ended = any(ask_all(app, SUPERVISOR, "cancel", request_id))
+        answers = ask_supervisors(app, "cancel", request_id)
+        ended = any(done for replicas in answers.values() for done in replicas)
     if not ended:
         raise CoterieError(f"no request {request_id} waits or runs (see coterie admin requests)")
     print(f"ended {request_id}")
@@ -96,24 +94,36 @@ def drain(
       coterie admin drain --limit 120
     """
     with connected(url, address):
-        from deployments.drain import drain as drain_all
+        from deployments.running_application import drain as drain_all
 
         if not drain_all(app, limit_s):
             raise CoterieError(f"the application {app!r} could not be drained: it does not answer")
     print("drained: nothing runs, new requests are refused")
 
 
+def listed_requests(app: str) -> list[dict[str, Any]]:
+    """What waits or runs in the replicas of all models. Raises CoterieError."""
+    from deployments.application import GATEWAY
+
+    models = ask_all(app, GATEWAY, "deployments")[0]
+    found = []
+    for deployment, replicas in ask_supervisors(app, "requests").items():
+        model, group = models.get(deployment, ("", ""))
+        named = {"model": model, **({"group": group} if group else {})}
+        found += [named | request for replica in replicas for request in replica]
+    return found
+
+
 def ask_all(app: str, deployment: str, method: str, *arguments: Any) -> list[Any]:
     """The answer of every replica. Raises CoterieError where there is none in time."""
-    from ray.exceptions import RayError
-    from ray.serve.exceptions import RayServeException
+    from deployments import running_application
 
-    from deployments.drain import driver_handle
+    return running_application.ask_all(app, deployment, method, *arguments, limit_s=ANSWER_S)
 
-    try:
-        handle = driver_handle(deployment, app)
-        return list(handle.broadcast(method, *arguments).results(timeout_s=ANSWER_S))
-    except (RayError, RayServeException, TimeoutError, KeyError) as error:
-        raise CoterieError(
-            f"{deployment} of application {app!r} gave no answer: {error}"
-        ) from error
+
+def ask_supervisors(app: str, method: str, *arguments: Any) -> dict[str, list[Any]]:
+    """The answers of all running replicas of all models, by deployment. Raises CoterieError."""
+    from deployments.running_application import supervisor_deployments
+
+    names = supervisor_deployments(app)
+    return {name: ask_all(app, name, method, *arguments) for name in names}

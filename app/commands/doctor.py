@@ -50,4 +50,4 @@ def _doctor(
         raise typer.Exit(1)
 
 
-doctor = settings_command(_doctor, placeholder_model=NO_MODEL)
+doctor = settings_command(_doctor, placeholder_model=NO_MODEL, several=True)

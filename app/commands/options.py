@@ -33,11 +33,12 @@ FLAGS = {
 def settings_command(
     function: Callable[Concatenate[LoadedSettings, ...], None],
     placeholder_model: str | None = None,
+    several: bool = False,
 ) -> Callable[..., None]:
     """A typer command that takes the shared options and calls `function` with the settings.
 
     Further parameters of `function` become options of its own. A `placeholder_model` stands in
-    where nobody names one.
+    where nobody names one. `several`: the command is about all models, so it takes --also.
     """
     hints = get_type_hints(function, include_extras=True)
     own = [
@@ -49,7 +50,7 @@ def settings_command(
         rest = {parameter.name: values[parameter.name] for parameter in own}
         function(_load(values, placeholder_model), **rest)
 
-    shared = _shared_parameters()
+    shared = _shared_parameters(several)
     command.__name__ = function.__name__
     command.__doc__ = function.__doc__
     command.__signature__ = Signature([*shared, *own])  # type: ignore[attr-defined]
@@ -57,7 +58,7 @@ def settings_command(
     return command
 
 
-def _shared_parameters() -> list[Parameter]:
+def _shared_parameters(several: bool) -> list[Parameter]:
     model = typer.Argument(metavar="MODEL", help="Checkpoint folder or hub id.")
     config = typer.Option("--config", metavar="FILE", help="YAML file of settings.")
     assign = typer.Option("--set", metavar="KEY=VALUE", help="Any setting: --set engine.seed=7")
@@ -69,6 +70,10 @@ def _shared_parameters() -> list[Parameter]:
         described = (known_keys()[path].description or "").replace("\n", " ")
         option = typer.Option(flag, metavar="VALUE", help=described)
         options.append((_variable(flag), Annotated[str | None, option]))
+    if several:
+        text = "A further model, under that name; may be repeated (see docs/models.md)."
+        also = typer.Option("--also", metavar="NAME=MODEL", help=text)
+        options.append(("also", Annotated[list[str] | None, also]))
     options.append(("assignments", Annotated[list[str] | None, assign]))
     return [
         Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
@@ -93,4 +98,13 @@ def _load(values: Mapping[str, Any], placeholder_model: str | None) -> LoadedSet
             chosen[path] = Sourced(parse_text(text), flag)
     if values["model"] is not None:
         chosen["model"] = Sourced(values["model"], "command line")
-    return load_settings(values["config"], os.environ, chosen, placeholder_model)
+    also = [_named_model(text) for text in values.get("also") or []]
+    return load_settings(values["config"], os.environ, chosen, placeholder_model, also)
+
+
+def _named_model(text: str) -> tuple[str, str]:
+    """(name, folder or hub id). Raises SettingsError."""
+    name, _, model = text.partition("=")
+    if not (name.strip() and model.strip()):
+        raise SettingsError(f"--also takes NAME=MODEL, such as coder=./my_coder, found {text!r}")
+    return name.strip(), model.strip()

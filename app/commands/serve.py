@@ -15,17 +15,19 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from app.build import model_name
+from app.build import served_rules
 from app.commands.options import settings_command
 from app.local_ray import local_ray, prepare_environment
 from app.local_service import LocalService
-from app.preflight import Preflight, PreflightProcess
+from app.memory_page import describe
+from app.model_entries import absolute_model
+from app.preflight import PreflightProcess
 from app.running_service import recorded
 from app.settings import Settings
 from app.settings_sources import LoadedSettings
-from core.config_model import format_bytes
 from core.errors import CoterieError
 from deployments.access import Access
+from deployments.domain_classifier import checked
 from expert_pool.model_location import locate
 
 READY_LIMIT_S = 120.0
@@ -38,9 +40,9 @@ def _serve(
         bool, typer.Option("--download", help="Fetch a hub id that the local cache lacks.")
     ] = False,
 ) -> None:
-    """Serve a model at http://HOST:PORT/v1 through Ray Serve on this machine.
+    """Serve models at http://HOST:PORT/v1 through Ray Serve on this machine.
 
-    MODEL is a folder of safetensors or a hub id. The checkpoint and its memory are checked
+    MODEL is a folder of safetensors or a hub id. All checkpoints and their memory are checked
     before Ray starts. Ctrl-C lets running requests end, then stops everything.
 
     \b
@@ -48,12 +50,16 @@ def _serve(
       coterie serve MODEL --expert-memory 8GiB --port 9000
       coterie serve ORG/NAME --download --expert-memory 50%
       coterie serve --config coterie.yaml --set engine.seed=7
+      coterie serve ./demo_model --also coder=ORG/CODER
     """
     started = time.monotonic()
     console = Console(highlight=False, soft_wrap=True)
     signal.signal(signal.SIGTERM, _interrupt)
-    folder = locate(loaded.settings.model, download).resolve()
+    entries = loaded.settings.entries()
+    # Before anything starts; groups of one model share its folder.
+    folders = [locate(str(entry.model), download).resolve() for entry in entries]
     settings = _resolved(loaded.settings)
+    served_rules(settings)
     _refuse_taken_port(settings)
     if not Access(settings.serving).needs_key and not _is_loopback(settings.serving.host):
         console.print(
@@ -61,23 +67,26 @@ def _serve(
             "the model (see docs/operations.md)"
         )
     prepare_environment(settings.serving.max_body_bytes)
-    with console.status(f"checking {folder}"):
-        check = PreflightProcess(settings, folder)
+    with console.status(f"checking {', '.join(map(str, dict.fromkeys(folders)))}"):
+        check = PreflightProcess(settings, folders)
         import ray  # noqa: F401  # takes seconds, so beside the check
 
-        plan = check.result()
-    console.print(describe(plan))
+        plans = check.result()
+    console.print(describe(plans))
     with console.status("starting Ray") as status, local_ray(logical_cpus(settings)) as running:
         # Ray put a handler of its own in place, which aborts.
         signal.signal(signal.SIGTERM, _interrupt)
         service = LocalService(settings, running.logs)
         status.update("starting the replicas")
-        service.deploy()
+        broken = service.deploy()
         try:
             service.await_ready(READY_LIMIT_S)
             status.stop()
+            for why in broken:
+                console.print(f"warning: {why}", markup=False)
             console.print(f"ready after {time.monotonic() - started:.0f} s. Try:\n")
-            line = example(service.url, model_name(settings), Access(settings.serving).needs_key)
+            name = service.ready_model() or settings.model_name()
+            line = example(service.url, name, Access(settings.serving).needs_key)
             console.print(line, end="\n\n", markup=False)
             with recorded(running.address, service.url):
                 _watch(console, service)
@@ -106,15 +115,26 @@ def _resolved(settings: Settings) -> Settings:
     if serving.port == 0:
         with socket.create_server((serving.host, 0)) as probe:
             serving = serving.model_copy(update={"port": probe.getsockname()[1]})
-    folder = Path(settings.model).expanduser()
-    model = str(folder.resolve()) if folder.is_dir() else settings.model
+    models = tuple(
+        entry.model_copy(
+            update={"model": None if entry.model is None else absolute_model(entry.model)}
+        )
+        for entry in settings.models
+    )
     paths = {
         name: str(Path(value).expanduser().resolve())
         for name in ("keys_file", "request_log")
         if (value := getattr(serving, name)) is not None
     }
     serving = serving.model_copy(update=paths)
-    return settings.model_copy(update={"model": model, "serving": serving})
+    return settings.model_copy(
+        update={
+            "model": absolute_model(settings.model),
+            "models": models,
+            "serving": serving,
+            "domains": checked(settings.domains),
+        }
+    )
 
 
 def _refuse_taken_port(settings: Settings) -> None:
@@ -136,41 +156,11 @@ def _is_loopback(host: str) -> bool:
     return host == "localhost" or host.startswith("127.") or host == "::1"
 
 
-def describe(plan: Preflight) -> str:
-    """The model and its memory in four lines."""
-    shape = plan.shape
-    layers = shape.moe_layers
-    experts = sum(layer.num_experts for layer in layers)
-    kinds = dict.fromkeys((layer.num_experts, layer.top_k) for layer in layers)
-    each = ", ".join(f"{count} (top {top_k})" for count, top_k in kinds)
-    return (
-        f"{shape.model_type}: {shape.total_params / 1e6:,.1f} M parameters, a token uses "
-        f"{shape.token_activation_ratio:.1%} "
-        f"({shape.token_expert_activation_ratio:.1%} of the experts')\n"
-        f"experts: {len(layers)} layers of {each}, {format_bytes(shape.all_experts_bytes)}; "
-        f"slots for {sum(plan.slots_by_layer)} of {experts}\n"
-        f"memory of a replica: {format_bytes(plan.need_bytes)} on {plan.device} "
-        f"(slots {format_bytes(plan.slots_bytes)}, other weights "
-        f"{format_bytes(shape.backbone_bytes)}, KV {format_bytes(plan.kv_bytes)}, scratch "
-        f"{format_bytes(plan.scratch_bytes)}), {format_bytes(plan.available_bytes)} available\n"
-        f"host tier: {_host_tier(plan)}"
-    )
-
-
-def _host_tier(plan: Preflight) -> str:
-    if plan.slots_bytes >= plan.shape.all_experts_bytes:
-        return "not needed; every expert has a slot"
-    if not plan.host_bytes:
-        return "none; experts that are not in slots are read from disk"
-    kind = "page cache" if plan.is_on_cpu else "memory shared by the replicas, kept after them"
-    share = plan.host_bytes / plan.shape.all_experts_bytes
-    return f"{format_bytes(plan.host_bytes)} of {kind}, {share:.0%} of the experts"
-
-
 def logical_cpus(settings: Settings) -> int:
     """CPUs that Ray is told of: enough to place everything. Threads share the real ones."""
     serving = settings.serving
-    needed = serving.replicas * (serving.rank_cpus + 0.5) + 0.1 * serving.gateways
+    replicas = sum(entry.replicas for entry in settings.entries())
+    needed = replicas * (serving.rank_cpus + 0.5) + 0.1 * serving.gateways
     return max(os.cpu_count() or 1, math.ceil(needed) + 1)
 
 
@@ -189,4 +179,4 @@ def example(url: str, model: str, needs_key: bool = False) -> str:
     )
 
 
-serve = settings_command(_serve)
+serve = settings_command(_serve, several=True)

@@ -6,6 +6,7 @@ import json
 import os
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
@@ -46,11 +47,25 @@ def status(
         none = f"a key is needed to list them: set {KEY_VARIABLE}"
         none = none if found["needs_key"] else "none listed"
         print(f"models: {', '.join(found['models']) or none}")
-        for name, value in found["details"].items():
-            if name != "ready":
-                print(f"{name}: {value}")
+        for line in _lines(found["details"]):
+            print(line)
     if not found["ready"]:
         raise typer.Exit(1)
+
+
+def _lines(details: dict[str, Any], indent: str = "") -> Iterator[str]:
+    """What /ready says, each model and each group of replicas on a line of its own."""
+    for name, value in details.items():
+        if not isinstance(value, dict):
+            if name != "ready":
+                yield f"{indent}{name}: {value}"
+            continue
+        for part, says in value.items():
+            state = "ready" if says["ready"] else "not ready"
+            why = f", {says['reason']}" if "reason" in says else ""
+            of = f"{says['ready_replicas']} of {says['replicas']} replicas ready"
+            yield f"{indent}{name[:-1]} {part or 'without a name'}: {state}, {of}{why}"
+            yield from _lines({"groups": says.get("groups", {})}, f"{indent}  ")
 
 
 def _local_url() -> str:

@@ -141,6 +141,26 @@ def test_config_show_prints_values_and_their_origins(run, tmp_path, monkeypatch)
     ]
 
 
+def test_config_show_prints_entries(run, tmp_path):
+    path = tmp_path / "c.yaml"
+    text = (
+        "model: m\nengine: {seed: 3}\nmodels:\n- {name: a, model: b, engine: {kv_memory: 2GiB}}\n"
+    )
+    path.write_text(text, encoding="utf-8")
+    arguments = ["config", "show", "--config", str(path), "--also", "third=t"]
+    code, out, _ = run(*arguments, "--json")
+    assert code == 0
+    rows = json.loads(out)
+    assert rows["models.1.name"] == {"value": "third", "origin": "--also"}
+    assert rows["models.0.engine.seed"] == {"value": 3, "origin": "engine.seed, c.yaml:2"}
+    code, out, _ = run(*arguments)
+    lines = [line.split() for line in out.splitlines()]
+    assert ["models.0.engine.kv_memory", "2GiB", "c.yaml:4"] in lines
+    assert not [line for line in lines if line[0] == "models.0.engine.device"]
+    code, _, err = run(*arguments, "--also", "nothing")
+    assert code == 2 and "--also takes NAME=MODEL" in err
+
+
 def test_config_show_needs_no_model(run):
     code, out, _ = run("config", "show", "--json")
     assert code == 0

@@ -11,6 +11,7 @@ from app.cli import main
 from app.health_checks import READ_BYTES, findings, memory_in_use, read_speed
 from app.settings import Settings
 from deployments.ray_environment import source_folder
+from expert_pool.kernels.build import BuildError
 
 DEMO = Path(source_folder()) / "demo_model"
 
@@ -51,6 +52,17 @@ def test_a_check_that_breaks_is_a_finding_and_the_others_go_on(monkeypatch):
     found = by_name(findings(None, settings()))
     assert found["shared memory"].state == "error" and "gone" in found["shared memory"].found
     assert found["access"].state == "ok"
+
+
+def test_the_kernels_are_named_or_what_they_need(monkeypatch):
+    def not_built():
+        raise BuildError("not built: run make kernels")
+
+    monkeypatch.setattr(health_checks, "instructions", lambda: "avx2")
+    assert by_name(findings(None, settings()))["kernels"].found == "native, avx2"
+    monkeypatch.setattr(health_checks, "instructions", not_built)
+    finding = by_name(findings(None, settings()))["kernels"]
+    assert finding.state == "warning" and "make kernels" in finding.found
 
 
 def test_a_taken_port_and_an_open_address_are_warnings():

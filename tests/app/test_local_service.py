@@ -1,10 +1,16 @@
 """What `coterie serve` says when replicas fail, and where it is reached."""
 
 import os
+from types import SimpleNamespace
 
+import pytest
+
+from app import build, local_service
 from app.local_ray import LOCAL_ENVIRONMENT, prepare_environment
 from app.local_service import LocalService, failure_of
 from app.settings import Settings
+from core.errors import CoterieError
+from deployments.replica_plan import ReplicaPlan
 
 SAID = """Failed to update the deployments ['Supervisor'].
 The deployment failed to start 2 times in a row. Error:
@@ -28,6 +34,88 @@ def test_what_is_no_error_of_ours_is_shown_whole():
 def test_a_service_on_all_interfaces_is_asked_on_loopback(tmp_path):
     settings = Settings.model_validate({"model": "m", "serving": {"host": "0.0.0.0", "port": 9}})
     assert LocalService(settings, tmp_path).url == "http://127.0.0.1:9"
+
+
+def two_models():
+    second = {"name": "coder", "model": "c"}
+    return Settings.model_validate({"model": "m", "models": [second]})
+
+
+def deploy_with(monkeypatch, tmp_path, *states):
+    """`LocalService.deploy` where Serve says these states of both models, one after the other."""
+    from ray import serve
+
+    names = ("Supervisor", "Supervisor-coder")
+    told = [
+        SimpleNamespace(
+            applications={
+                "coterie": SimpleNamespace(
+                    deployments={
+                        name: SimpleNamespace(status=SimpleNamespace(value=value), message=SAID)
+                        for name, value in zip(names, pair, strict=True)
+                    }
+                )
+            }
+        )
+        for pair in states
+    ]
+
+    def run(*arguments, **names):
+        raise RuntimeError("Failed to update the deployments")
+
+    monkeypatch.setattr(serve, "start", lambda **names: None)
+    monkeypatch.setattr(serve, "run", run)
+    monkeypatch.setattr(serve, "status", lambda: told.pop(0) if len(told) > 1 else told[0])
+    monkeypatch.setattr(build, "build", lambda settings: None)
+    monkeypatch.setattr(
+        build,
+        "replica_plans",
+        lambda settings: [
+            ReplicaPlan(entry.name, "", settings.serving) for entry in settings.entries()
+        ],
+    )
+    service = LocalService(two_models(), tmp_path)
+    return service, service.deploy()
+
+
+def test_a_model_that_cannot_start_is_told_and_the_others_are_waited_for(monkeypatch, tmp_path):
+    states = [("UPDATING", "DEPLOY_FAILED"), ("HEALTHY", "DEPLOY_FAILED")]
+    service, (said,) = deploy_with(monkeypatch, tmp_path, *states)
+    assert said.startswith("coder is not served: a replica could not start: BudgetError")
+    half = {"models": {"m": {"ready": True}, "coder": {"ready": False}}}
+    monkeypatch.setattr(local_service, "get_json", lambda url: (503, half))
+    service.await_ready(0.0)
+    assert service.ready_model() == "m"
+
+
+def test_nothing_is_served_where_no_model_could_start(monkeypatch, tmp_path):
+    with pytest.raises(CoterieError, match="BudgetError: expert memory"):
+        deploy_with(monkeypatch, tmp_path, ("DEPLOY_FAILED", "DEPLOY_FAILED"))
+
+
+def test_each_change_of_a_models_readiness_is_told_once(monkeypatch, tmp_path):
+    def says(**ready):
+        models = {name: {"ready": value} for name, value in ready.items()}
+        return (200 if all(ready.values()) else 503), {"models": models}
+
+    answers = [
+        says(m=True, coder=True),
+        says(m=True, coder=False),
+        says(m=True, coder=False),
+        says(m=False, coder=False),
+        says(m=True, coder=True),
+    ]
+    service = LocalService(two_models(), tmp_path)
+    monkeypatch.setattr(local_service, "WATCH_S", 0.0)
+    now = iter(answers)
+    monkeypatch.setattr(service, "_asked", lambda: next(now))
+    monkeypatch.setattr(service, "ready", lambda: (False, "details"))
+    changes = service.changes()
+    assert [next(changes).partition("\n")[0] for _ in range(3)] == [
+        "not ready: details",
+        "not ready: details",
+        "ready again",
+    ]
 
 
 def test_grave_lines_of_the_replicas_logs_are_shown(tmp_path):

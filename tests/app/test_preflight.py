@@ -2,8 +2,9 @@
 
 import pytest
 
-from app.commands.serve import describe, logical_cpus
-from app.preflight import check_model
+from app.commands.serve import logical_cpus
+from app.memory_page import describe
+from app.preflight import check_models
 from app.settings import Settings
 from core.errors import BudgetError
 from expert_pool import host_memory
@@ -14,6 +15,11 @@ def settings(**sections):
     return Settings.model_validate({"model": str(DEMO_MODEL), **sections})
 
 
+def check_model(asked, folder):
+    (plan,) = check_models(asked, [folder])
+    return plan
+
+
 def test_the_plan_of_the_demo_model_adds_up():
     plan = check_model(settings(pool={"expert_memory": "50%"}), DEMO_MODEL)
     layers = plan.shape.moe_layers
@@ -21,7 +27,7 @@ def test_the_plan_of_the_demo_model_adds_up():
     assert plan.slots_bytes == plan.shape.all_experts_bytes // 2
     parts = plan.shape.backbone_bytes + plan.slots_bytes + plan.kv_bytes + plan.scratch_bytes
     assert plan.need_bytes == parts
-    assert plan.shape.model_type in describe(plan)
+    assert plan.shape.model_type in describe([plan])
 
 
 def test_kv_pages_are_bounded_by_what_all_sequences_can_use():
@@ -52,9 +58,9 @@ def test_the_host_tier_is_part_of_the_plan(memory):
     everything = plan.shape.all_experts_bytes
     expected = {"off": 0, "auto": 0, 4096: 4096}.get(memory, everything)
     assert plan.host_bytes == expected, "auto: with a slot for each, none is read twice"
-    assert "not needed" in describe(plan)
+    assert "not needed" in describe([plan])
     some = settings(pool={"host_memory": memory, "expert_memory": "50%"})
-    described = describe(check_model(some, DEMO_MODEL))
+    described = describe([check_model(some, DEMO_MODEL)])
     assert ("page cache" in described) == (memory != "off")
 
 
@@ -94,6 +100,45 @@ def test_each_replica_needs_its_own_memory(monkeypatch):
         check_model(settings(serving={"replicas": 3}), DEMO_MODEL)
 
 
+def several(**sections):
+    second = {"name": "second", "model": str(DEMO_MODEL), "replicas": 2}
+    group = {"name": "second", "group": "small", "pool": {"expert_memory": "25%"}}
+    return settings(models=[second, group], **sections)
+
+
+def test_all_models_and_groups_are_in_one_plan():
+    plans = check_models(several(pool={"expert_memory": "50%"}), [DEMO_MODEL] * 3)
+    assert [plan.title for plan in plans] == [DEMO_MODEL.name, "second", "second (small)"]
+    first, second, small = plans
+    assert first.slots_bytes == second.slots_bytes == 2 * small.slots_bytes
+    assert second.replicas == 2
+    said = describe(plans)
+    assert "second (small):" in said and "for 4 replicas" in said
+
+
+def test_what_fits_alone_and_not_together_is_refused(monkeypatch):
+    off = {"pool": {"host_memory": "off"}}
+    plans = check_models(several(**off), [DEMO_MODEL] * 3)
+    together = sum(plan.all_need_bytes for plan in plans)
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: together)
+    check_models(several(**off), [DEMO_MODEL] * 3)
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: together - 1)
+    with pytest.raises(BudgetError, match=rf"need {together} bytes.*second \(small\)"):
+        check_models(several(**off), [DEMO_MODEL] * 3)
+
+
+def test_groups_of_a_model_share_its_host_tier(monkeypatch):
+    half = {"pool": {"host_memory": "all", "expert_memory": "50%"}}
+    plans = check_models(several(**half), [DEMO_MODEL] * 3)
+    need = sum(plan.all_need_bytes for plan in plans) + plans[0].shape.all_experts_bytes
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: need)
+    check_models(several(**half), [DEMO_MODEL] * 3)
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: need - 1)
+    with pytest.raises(BudgetError, match="host memory: need"):
+        check_models(several(**half), [DEMO_MODEL] * 3)
+
+
 def test_ray_is_told_of_cpus_enough_for_every_replica():
     many = settings(serving={"replicas": 40, "rank_cpus": 2})
     assert logical_cpus(many) >= 40 * 2.1
+    assert logical_cpus(several(serving={"rank_cpus": 30})) >= 4 * 30

@@ -5,7 +5,7 @@ import inspect
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
-from app.build import build, model_name
+from app.build import build
 from app.settings import Settings
 from tests.app.test_cli import DEMO_MODEL, ROOT
 
@@ -27,7 +27,7 @@ def test_serve_finds_the_class_of_the_arguments():
 
 
 def test_the_model_is_called_after_its_setting_its_folder_or_its_hub_id():
-    assert model_name(Settings(model=str(DEMO_MODEL))) == DEMO_MODEL.name
-    assert model_name(Settings(model="Org/Name-7B")) == "Org/Name-7B"
+    assert Settings(model=str(DEMO_MODEL)).model_name() == DEMO_MODEL.name
+    assert Settings(model="Org/Name-7B").model_name() == "Org/Name-7B"
     named = Settings.model_validate({"model": "m", "serving": {"model_name": "mine"}})
-    assert model_name(named) == "mine"
+    assert named.model_name() == "mine"

@@ -33,7 +33,7 @@ def test_later_sources_win_and_each_value_knows_its_own(tmp_path):
     assert loaded.origins["engine.max_sequences"] == "COTERIE_ENGINE__MAX_SEQUENCES"
     assert loaded.origins["engine.kv_memory"] == "--kv-memory"
     assert loaded.origins["engine.dtype"] == "default"
-    assert loaded.origins.keys() == known_keys().keys()
+    assert list(loaded.origins) == [path for path in known_keys() if ".N." not in path]
 
 
 def test_a_misspelt_key_names_its_path_line_and_the_nearest_one(tmp_path):

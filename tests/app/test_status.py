@@ -58,6 +58,22 @@ def test_a_ready_service(server, capsys):
     assert json.loads(capsys.readouterr().out) == found
 
 
+def test_each_model_and_group_has_a_line(server, capsys):
+    one = {"ready": True, "replicas": 1, "ready_replicas": 1}
+    none = {"ready": False, "replicas": 0, "ready_replicas": 0, "reason": "it is DEPLOY_FAILED"}
+    both = {"ready": False, "replicas": 1, "ready_replicas": 1, "groups": {"": one, "small": none}}
+    body = {"ready": False, "models": {"demo": both, "coder": one}}
+    server.answers["/ready"] = (503, body)
+    with pytest.raises(typer.Exit):
+        status(server.url)
+    assert capsys.readouterr().out.splitlines()[2:] == [
+        "model demo: not ready, 1 of 1 replicas ready",
+        "  group without a name: ready, 1 of 1 replicas ready",
+        "  group small: not ready, 0 of 0 replicas ready, it is DEPLOY_FAILED",
+        "model coder: ready, 1 of 1 replicas ready",
+    ]
+
+
 def test_one_that_is_not_ready_says_why_and_exits_1(server, capsys):
     server.answers["/ready"] = (503, {"ready": False, "reason": "the rank starts"})
     with pytest.raises(typer.Exit) as ended:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from app.preflight import check_model
+from app.preflight import check_models
 from app.settings import Settings
 from core.errors import CheckpointError
 from deployments.model_files import chat_template
@@ -64,14 +64,16 @@ def test_a_folder_that_cannot_be_served_is_refused_before_anything_starts(
     folder = shutil.copytree(DEMO, tmp_path / "model")
     break_it(folder)
     with pytest.raises(CheckpointError, match=named):
-        check_model(Settings.model_validate({"model": str(folder)}), folder)
+        check_models(Settings.model_validate({"model": str(folder)}), [folder])
 
 
 def test_values_that_mean_nothing_are_left_to_their_defaults(tmp_path: Path) -> None:
     folder = shutil.copytree(DEMO, tmp_path / "model")
     harmless = {"temperature": None, "top_k": -1, "eos_token_id": None, "top_p": 1}
     (folder / GENERATION).write_text(json.dumps(harmless), encoding="utf-8")
-    assert check_model(Settings.model_validate({"model": str(folder)}), folder).shape.moe_layers
+    assert check_models(Settings.model_validate({"model": str(folder)}), [folder])[
+        0
+    ].shape.moe_layers
 
 
 @pytest.mark.parametrize("entries", [[5], [{"name": "default"}], [{}], [{"template": "x"}], "x"])

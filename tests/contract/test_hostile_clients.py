@@ -117,7 +117,7 @@ def test_a_text_far_longer_than_the_context_is_not_tokenised_whole(
 ) -> None:
     """7 MB cost a minute of one of two threads and a gigabyte, to be refused in the end."""
     lengths: list[int] = []
-    worker = server.gateway._tokenizer
+    worker = server.model.tokenizer
     whole = worker._tokenizer
 
     class Watched:

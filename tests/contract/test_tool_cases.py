@@ -263,7 +263,7 @@ def test_a_conversation_with_tools_goes_round(servers: dict[str, LocalServer]) -
 def test_required_and_named_tools_bind_the_answer(servers: dict[str, LocalServer]) -> None:
     server = servers["hermes"]
     sent: list[Structure | None] = []
-    supervisors = server.gateway._supervisors
+    supervisors = server.model.any_group
     generate = supervisors.generate
 
     def listen(generation: Generation) -> Any:

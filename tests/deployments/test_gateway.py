@@ -11,15 +11,20 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
-from app.build import build, model_name
+from app.build import build
 from app.settings import Settings
 from core.errors import EngineUnavailableError, OverloadedError
-from deployments.gateway import EventStream, Gateway
+from deployments.answering import EventStream
+from deployments.gateway import Gateway
 from deployments.rank_channel import RankInfo
+from deployments.replica_group import ReplicaGroup
+from deployments.served_model import ServedModel
+from deployments.served_models import ServedModels
 from deployments.settings import ServingSettings
 from deployments.shared_limits import SharedLimits
 from deployments.supervisor_client import SupervisorClient, translated
 from deployments.text_delta import Batch, Generation, TextDelta
+from deployments.text_threads import TextThreads
 from tests.serving.tiny_model_folder import make_folder
 
 INFO = RankInfo(
@@ -69,7 +74,11 @@ def gateway(folder: Path, replica: Replica, state: str | None = None) -> Gateway
     async def idle_status() -> str:
         return str(state)
 
-    return Gateway("tiny", folder, ServingSettings(), replica, idle_status if state else None)
+    serving = ServingSettings(min_replicas=0 if state else None)
+    threads = TextThreads()
+    group = ReplicaGroup(replica, serving, idle_status if state else None)
+    model = ServedModel("tiny", folder, serving, [group], threads)
+    return Gateway(ServedModels([model]), serving, threads)
 
 
 BODY = b'{"model": "tiny", "prompt": "a", "stream": %s}'
@@ -150,10 +159,10 @@ def test_serve_can_call_the_builder_with_yaml(tmp_path: Path) -> None:
     # Serve makes the settings from YAML only if it sees their class here.
     (parameter,) = inspect.signature(build).parameters.values()
     assert parameter.annotation is Settings
-    assert model_name(Settings(model="org/name")) == "org/name"
+    assert Settings(model="org/name").model_name() == "org/name"
     folder = tmp_path / "my_model"
     folder.mkdir()
-    assert model_name(Settings(model=str(folder))) == "my_model"
+    assert Settings(model=str(folder)).model_name() == "my_model"
 
 
 def test_of_several_prompts_all_are_started_or_none(folder: Path) -> None:

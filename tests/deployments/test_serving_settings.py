@@ -33,3 +33,4 @@ def test_a_queue_too_small_for_the_longest_prompt_is_refused() -> None:
 
 def test_the_rank_gets_a_few_more_than_its_batch() -> None:
     assert [hand_over_limit(n) for n in (1, 8, 64)] == [3, 12, 96]
+    assert [hand_over_limit(n, grouping=True) for n in (1, 8, 64)] == [33, 40, 96]

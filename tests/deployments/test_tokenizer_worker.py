@@ -9,6 +9,7 @@ import pytest
 from core.errors import RequestError
 from deployments.chat_template import ChatTemplate
 from deployments.model_files import chat_template, special_tokens
+from deployments.text_threads import TextThreads
 from deployments.tokenizer_worker import TokenizerWorker
 from engine.sampling_defaults import sampling_defaults
 from tests.serving.tiny_model_folder import make_folder
@@ -18,7 +19,7 @@ TURN = [{"role": "user", "content": "the DEF"}]
 
 @pytest.fixture(scope="module")
 def worker(tmp_path_factory: pytest.TempPathFactory) -> TokenizerWorker:
-    return TokenizerWorker.open(make_folder(tmp_path_factory.mktemp("t")))
+    return TokenizerWorker.open(make_folder(tmp_path_factory.mktemp("t")), TextThreads())
 
 
 def test_chat_and_text_become_ids(worker: TokenizerWorker) -> None:
@@ -80,7 +81,8 @@ def test_templates_and_defaults_are_found_where_models_keep_them(tmp_path: Path)
 
 
 def test_many_empty_messages_do_not_hold_the_event_loop() -> None:
-    from deployments.tokenizer_worker import _SHORT_CHARS, _size_chars
+    from deployments.text_threads import _SHORT_CHARS
+    from deployments.tokenizer_worker import _size_chars
 
     messages = [{"role": "user", "content": ""}] * 500
     assert _size_chars(messages) > _SHORT_CHARS

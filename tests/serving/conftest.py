@@ -40,7 +40,7 @@ class LiveApp:
         return self._ask("Gateway")
 
     def _ask(self, deployment: str) -> dict[str, float]:
-        from deployments.drain import driver_handle
+        from deployments.running_application import driver_handle
 
         return driver_handle(deployment, self.name).status.remote().result(timeout_s=30)
 

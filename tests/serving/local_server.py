@@ -20,9 +20,13 @@ from deployments.http_api import make_http_api
 from deployments.rank_actor import RankActor
 from deployments.rank_channel import RankInfo
 from deployments.rank_process import RankProcess
+from deployments.replica_group import ReplicaGroup
+from deployments.served_model import ServedModel
+from deployments.served_models import ServedModels
 from deployments.settings import ServingSettings
 from deployments.supervisor import Supervisor
 from deployments.text_delta import Batch, Generation, decode_batch
+from deployments.text_threads import TextThreads
 
 MODEL = "tiny"
 Result = TypeVar("Result")
@@ -145,7 +149,10 @@ class LocalServer:
             str(self._model_dir), self._serving, self._factory, self._settings
         )
         supervisors = LocalSupervisors(self.supervisor)
-        self.gateway = Gateway(MODEL, self._model_dir, self._serving, supervisors)
+        threads = TextThreads()
+        group = ReplicaGroup(supervisors, self._serving)
+        self.model = ServedModel(MODEL, self._model_dir, self._serving, [group], threads)
+        self.gateway = Gateway(ServedModels([self.model]), self._serving, threads)
         config = uvicorn.Config(
             make_http_api(self.gateway), port=0, log_level="error", lifespan="off"
         )

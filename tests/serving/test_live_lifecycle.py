@@ -74,7 +74,7 @@ def test_streams_finish_and_the_end_comes_within_its_limit(app: LiveApp) -> None
     """58, transformers PR#40479, as a stopping server does it."""
     from ray import serve
 
-    from deployments.drain import drain
+    from deployments.running_application import drain
 
     with ThreadPoolExecutor(3) as pool:
         short = [pool.submit(post, app.url, TEXT, {**SLOW, "max_tokens": 90}) for _ in range(2)]
