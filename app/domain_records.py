@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from core.errors import CoterieError
-from deployments.domain_weights import LABEL, UNKNOWN
+from deployments.domain_settings import UNKNOWN
+from deployments.domain_weights import LABEL
 
 PARTS = 10
 HELD_OUT = 0
@@ -28,6 +29,7 @@ _COMMON = 24
 _HALF = 0.5
 _BASE = np.uint64(0x9E3779B97F4A7C15)
 _MAX_FAULTS = 8
+_SHOWN_CHARS = 80
 _MIN_LABELS = 2
 
 _Hashes = NDArray[np.uint64]
@@ -124,13 +126,13 @@ def _lines(file: Path, folder_label: str | None) -> Iterator[tuple[int, Record |
 def _record(line: bytes, folder_label: str | None) -> Record | str:
     try:
         data: Any = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return f"expected a JSON object, found {line[:40]!r} ({error})"
     if not isinstance(data, dict):
         return f"expected a JSON object, found {line[:40]!r}"
     text = data.get("text", data.get("prompt"))
     if not isinstance(text, str) or not text.strip():
-        return f'expected "text" with at least one character, found {text!r}'
+        return f'expected "text" with at least one character, found {_shown(text)}'
     label = folder_label or data.get("label")
     if not isinstance(label, str) or not LABEL.fullmatch(label):
         return _label_fault(label)
@@ -141,7 +143,11 @@ def _record(line: bytes, folder_label: str | None) -> Record | str:
 
 
 def _label_fault(label: object) -> str:
-    return f'expected a "label" of 1 to 64 of a-z, 0-9, _ and -, found {label!r}'
+    return f'expected a "label" of 1 to 64 of a-z, 0-9, _ and -, found {_shown(label)}'
+
+
+def _shown(value: object) -> str:
+    return repr(value)[:_SHOWN_CHARS]
 
 
 def domain_labels(records: list[Record]) -> list[str]:

@@ -12,7 +12,7 @@ from rich.table import Column, Table
 
 from app.domain_records import Progress, Record, RecordError
 from deployments.domain_classifier import DomainClassifier
-from deployments.domain_weights import UNKNOWN
+from deployments.domain_settings import UNKNOWN
 
 CUTS: tuple[int | None, ...] = (None, 300, 100)
 """First characters that are looked at; None is all of a text."""

@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from app.domain_records import HELD_OUT, PARTS, Progress, Record, domain_labels
+from app.domain_records import HELD_OUT, PARTS, Progress, Record, RecordError, domain_labels
 from app.domain_views import Nothing, view
 from core.errors import CoterieError
 from deployments.domain_classifier import calibrated
-from deployments.domain_weights import UNKNOWN, DomainWeights
+from deployments.domain_settings import UNKNOWN
+from deployments.domain_weights import DomainWeights
 from deployments.ngram_features import NgramFeatures
 
 FEATURES = NgramFeatures(
@@ -50,6 +51,11 @@ def train(records: Sequence[Record], seed: int, progress: Progress) -> DomainWei
     regression = _regression()
     labels = domain_labels(list(records))
     taught = [record for record in records if record.part != HELD_OUT]
+    if not taught:
+        raise RecordError(
+            f"expected texts beside those held out, found all {len(records)} in groups that are: "
+            "give texts of different origin different groups"
+        )
     draw = random.Random(seed)
     texts = [record.text for record in taught] + [view(record, draw) for record in taught]
     targets = [*labels, UNKNOWN]

@@ -255,6 +255,8 @@ def memory(settings: Settings) -> Finding:
         count = sum(plan.replicas for plan in plans)
         need, have = sum(plan.all_need_bytes for plan in plans), plans[0].available_bytes
         replicas = f"{count} replica{'s' if count > 1 else ''}"
+        if not plans[0].is_on_cpu:
+            replicas = "one replica"
         parts.append(
             f"{format_bytes(need)} for {replicas} on {device}, {format_bytes(have)} available"
         )

@@ -104,8 +104,8 @@ class LocalService:
         return code == 200, str(body)
 
     def ready_model(self) -> str | None:
-        """A model that is ready, where there are several and one is."""
-        return next((name for name, part in self._by_model().items() if part["ready"]), None)
+        """A model that is ready, or one of whose groups is; None where there is none."""
+        return next((model for model, _, part in self._parts() if part["ready"]), None)
 
     def changes(self) -> Iterator[str]:
         """For ever: a line for each time that a model stops or starts being ready."""
@@ -120,17 +120,25 @@ class LocalService:
             before = now
 
     def _not_ready(self) -> tuple[str, ...]:
-        """The models that are not ready; where there is one model, the service."""
+        """The models and groups that are not ready; the service where it does not say."""
         code, body = self._asked()
         if code == 200:
             return ()
-        models = self._by_model(body)
-        return tuple(name for name, part in models.items() if not part["ready"]) or (self.url,)
+        parts = self._parts(body)
+        found = tuple(f"{model} {group}" for model, group, part in parts if not part["ready"])
+        return found or (self.url,)
 
-    def _by_model(self, body: Any = None) -> dict[str, Any]:
-        """What /ready says of each, where there are several."""
-        found = self._asked()[1] if body is None else body
-        return dict(found.get("models", {})) if isinstance(found, dict) else {}
+    def _parts(self, body: Any = None) -> list[tuple[str, str, Any]]:
+        """(model, group, what /ready says of it); the group is "" where a model has none."""
+        said = self._asked()[1] if body is None else body
+        if not isinstance(said, dict) or "ready" not in said:
+            return []
+        models = said.get("models") or {self._settings.model_name(): said}
+        return [
+            (model, group, part)
+            for model, whole in models.items()
+            for group, part in (whole.get("groups") or {"": whole}).items()
+        ]
 
     def _asked(self) -> tuple[int, Any]:
         """Status and body of /ready; 0 and the reason where nobody answers."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from app.preflight import Preflight, by_device
+from app.preflight import Preflight, by_device, gpu_ranks
 from core.config_model import format_bytes
 
 
@@ -14,12 +14,16 @@ def describe(plans: Sequence[Preflight]) -> str:
         return _described(plans[0])
     parts = [f"{plan.title}:\n{_described(plan)}" for plan in plans]
     for device, here in by_device(plans):
+        if not here[0].is_on_cpu:
+            continue
         replicas = sum(plan.replicas for plan in here)
         need = sum(plan.all_need_bytes for plan in here)
         parts.append(
             f"all together: {format_bytes(need)} on {device} for {replicas} replicas, "
             f"{format_bytes(here[0].available_bytes)} available"
         )
+    if gpus := gpu_ranks(plans):
+        parts.append(f"GPUs: {gpus}, one for each replica")
     return "\n".join(parts)
 
 

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
 from core.config_model import ConfigModel
+from core.errors import SettingsError
 from deployments.settings import ReasoningParser, ToolParser, refuse_replica_bounds
 from engine.settings import EngineSettings
 from expert_pool.settings import PoolSettings
@@ -17,6 +18,8 @@ INHERITED = ("pool", "engine")
 """Sections of an entry whose keys are those of the first model where an entry sets none."""
 _OWN = frozenset({"hot_set"})
 """Keys that say something of one model's experts."""
+_MOST_NAME_CHARS = 128
+"""The name becomes a part of files' names."""
 
 
 class ModelEntry(ConfigModel):
@@ -41,16 +44,63 @@ class ModelEntry(ConfigModel):
     engine: EngineSettings = EngineSettings()
     """How a rank runs this model; what is left out is as in the section engine."""
 
+    @field_validator("name")
+    @classmethod
+    def _printable(cls, name: str) -> str:
+        if len(name) > _MOST_NAME_CHARS or not name.isprintable() or name != name.strip():
+            raise ValueError(
+                f"expected at most {_MOST_NAME_CHARS} printable characters and no space around them"
+            )
+        return name
+
     @model_validator(mode="after")
     def _replica_bounds(self) -> ModelEntry:
         refuse_replica_bounds(self.replicas, self.min_replicas)
         return self
 
 
+def is_taken_over(key: str) -> bool:
+    """Whether an entry's key, such as "pool.policy", is as for the first model unless it is set."""
+    section, _, name = key.partition(".")
+    return section in INHERITED and name not in _OWN
+
+
 def absolute_model(model: str) -> str:
     """A folder's whole path; a hub id as it is."""
     folder = Path(model).expanduser()
     return str(folder.resolve()) if folder.is_dir() else model
+
+
+def as_group(entry: ModelEntry, first: ModelEntry, where: str) -> ModelEntry:
+    """A further group of replicas of the model that the entry `first` tells of.
+
+    Raises SettingsError where it says something else of what is the model's, not the group's.
+    """
+    if entry.model is not None and absolute_model(entry.model) != absolute_model(str(first.model)):
+        raise SettingsError(
+            f"{where}.model: the model {entry.name!r} is {first.model!r} already, found "
+            f"{entry.model!r}; groups of one model have one folder, other models need another name"
+        )
+    for name in ("tool_parser", "reasoning_parser"):
+        own, others = getattr(entry, name), getattr(first, name)
+        if own not in (None, others):
+            raise SettingsError(
+                f"{where}.{name}: expected {others or 'none'}, as for the other replicas of "
+                f"{entry.name!r}, found {own}: all of them write alike"
+            )
+    limits = [one.engine.context_tokens for one in (first, entry)]
+    if limits[0] != limits[1]:
+        raise SettingsError(
+            f"{where}.engine.context_tokens: expected {limits[0]}, as for the other replicas of "
+            f"{entry.name!r}, found {limits[1]}: a request must fit whichever group it goes to"
+        )
+    return entry.model_copy(
+        update={
+            "model": first.model,
+            "tool_parser": first.tool_parser,
+            "reasoning_parser": first.reasoning_parser,
+        }
+    )
 
 
 def with_inherited(data: Mapping[Any, Any]) -> dict[Any, Any]:

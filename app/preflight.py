@@ -8,7 +8,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,7 +38,7 @@ class Preflight(msgspec.Struct, frozen=True, kw_only=True):
     scratch_bytes: int
     """Attention, one MoE layer, and prompts that pass layer by layer."""
     available_bytes: int
-    """On the device, for all models together."""
+    """On the device; on the CPU, for all models together."""
     device: str
     replicas: int
     host_bytes: int
@@ -53,8 +52,8 @@ class Preflight(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def all_need_bytes(self) -> int:
-        """What all replicas need on their device."""
-        return self.need_bytes * self.replicas
+        """What its replicas need of one device: each rank has a GPU to itself, all one CPU."""
+        return self.need_bytes * (self.replicas if self.is_on_cpu else 1)
 
     @property
     def is_on_cpu(self) -> bool:
@@ -117,6 +116,7 @@ def check_models(settings: Settings, folders: Sequence[Path]) -> list[Preflight]
         _check_small_files(settings, entry, folder, index.shape.vocab_size)
         indexes.append(index)
         plans.append(_plan(entry, index))
+    _refuse_too_few_gpus(plans)
     _refuse_too_much(plans)
     spare = _available_bytes("cpu") - sum(plan.all_need_bytes for plan in plans if plan.is_on_cpu)
     tiers: dict[Path, int] = {}
@@ -169,17 +169,35 @@ def _plan(entry: ModelEntry, index: CheckpointIndex) -> Preflight:
         scratch_bytes=scratch,
         available_bytes=_available_bytes(engine.device),
         device=engine.device,
-        replicas=entry.replicas if engine.device == "cpu" else 1,
+        replicas=entry.replicas,
         host_bytes=0,
         host_available_bytes=_available_bytes("cpu"),
     )
 
 
 def by_device(plans: Sequence[Preflight]) -> Iterator[tuple[str, list[Preflight]]]:
-    """The plans of each device."""
-    ordered = sorted(plans, key=lambda plan: plan.device)
-    for device, group in groupby(ordered, lambda plan: plan.device):
-        yield device, list(group)
+    """The plans whose replicas share a device: the CPU's all one, a GPU's none."""
+    if on_cpu := [plan for plan in plans if plan.is_on_cpu]:
+        yield on_cpu[0].device, on_cpu
+    yield from ((plan.device, [plan]) for plan in plans if not plan.is_on_cpu)
+
+
+def gpu_ranks(plans: Sequence[Preflight]) -> int:
+    """GPUs that the replicas take, each one of its own."""
+    return sum(plan.replicas for plan in plans if not plan.is_on_cpu)
+
+
+def _refuse_too_few_gpus(plans: Sequence[Preflight]) -> None:
+    """Raises BudgetError where ranks would wait for a GPU until they are given up."""
+    import torch
+
+    need = gpu_ranks(plans)
+    if need and need > (have := torch.cuda.device_count()):
+        parts = [f"{plan.title} {plan.replicas}" for plan in plans if not plan.is_on_cpu]
+        raise BudgetError(
+            f"GPUs: need {need}, one for each replica ({', '.join(parts)}), have {have}; lower "
+            "--replicas, serve fewer models, or put some on the CPU"
+        )
 
 
 def _refuse_too_much(plans: Sequence[Preflight]) -> None:
@@ -194,7 +212,7 @@ def _refuse_too_much(plans: Sequence[Preflight]) -> None:
                 f"{plan.title} {format_bytes(plan.all_need_bytes)}: {part}"
                 for plan, part in zip(here, parts, strict=True)
             ]
-        replicas = ", or --replicas" * any(plan.replicas > 1 for plan in here)
+        replicas = ", or --replicas" * any(p.is_on_cpu and p.replicas > 1 for p in here)
         models = ", or serve fewer models" * (len(here) > 1)
         raise BudgetError(
             f"memory of {device}: need {need} bytes ({format_bytes(need)}: {'; '.join(parts)}), "
@@ -204,7 +222,9 @@ def _refuse_too_much(plans: Sequence[Preflight]) -> None:
 
 
 def _parts(plan: Preflight) -> str:
-    several = f"{plan.replicas} replicas of {format_bytes(plan.need_bytes)}: " * (plan.replicas > 1)
+    several = ""
+    if plan.is_on_cpu and plan.replicas > 1:
+        several = f"{plan.replicas} replicas of {format_bytes(plan.need_bytes)}: "
     return (
         f"{several}{format_bytes(plan.slots_bytes)} of expert slots, "
         f"{format_bytes(plan.shape.backbone_bytes)} of other weights, "

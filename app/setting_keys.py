@@ -7,6 +7,7 @@ meant, its number is written N: `models.N.name`.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, get_args, get_origin
 
@@ -16,6 +17,7 @@ from pydantic.fields import FieldInfo
 from core.errors import SettingsError
 
 ANY = "N"
+_NUMBER = re.compile("0|[1-9][0-9]{0,3}")
 
 
 class SettingKeys:
@@ -49,9 +51,9 @@ class SettingKeys:
         parts: list[str] = []
         for part in path.split("."):
             within_list = ".".join(parts) in self.lists
-            is_number = part.isascii() and part.isdecimal() and part == str(int(part))
             # An N of the user's own names no entry.
-            parts.append((ANY if is_number else "?") if within_list else part)
+            number = ANY if _NUMBER.fullmatch(part) else "?"
+            parts.append(number if within_list else part)
         return ".".join(parts)
 
     def __contains__(self, path: str) -> bool:
@@ -61,6 +63,11 @@ class SettingKeys:
     def is_list(self, path: str) -> bool:
         """Whether numbered entries lie there."""
         return self.general(path) in self.lists
+
+    def is_entry(self, path: str) -> bool:
+        """Whether that is one of numbered entries."""
+        above, _, number = self.general(path).rpartition(".")
+        return above in self.lists and number == ANY
 
     def is_section(self, path: str) -> bool:
         """Whether further keys lie below it: names, or the numbers of entries."""

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import Field, model_validator
 from pydantic.fields import FieldInfo
 
-from app.model_entries import ModelEntry, absolute_model, with_inherited
+from app.model_entries import ModelEntry, as_group, with_inherited
 from app.setting_keys import SettingKeys
 from core.config_model import ConfigModel
 from core.errors import SettingsError
@@ -77,24 +77,21 @@ class Settings(ConfigModel):
             group=self.serving.group,
             replicas=self.serving.replicas,
             min_replicas=self.serving.min_replicas,
+            tool_parser=self.serving.tool_parser,
+            reasoning_parser=self.serving.reasoning_parser,
             pool=self.pool,
             engine=self.engine,
         )
         found = {(first.name, first.group): first}
-        models = {first.name: self.model}
+        models = {first.name: first}
         for number, entry in enumerate(self.models):
             where = f"models.{number}"
-            model = entry.model or models.get(entry.name)
-            if model is None:
+            if entry.name in models:
+                entry = as_group(entry, models[entry.name], where)
+            elif entry.model is None:
                 raise SettingsError(
                     f"{where}.model is not set, and no earlier model is named {entry.name!r}: give "
                     "its folder or hub id"
-                )
-            if absolute_model(models.setdefault(entry.name, model)) != absolute_model(model):
-                raise SettingsError(
-                    f"{where}.model: the model {entry.name!r} is {models[entry.name]!r} already, "
-                    f"found {model!r}; groups of one model have one folder, other models need "
-                    "another name"
                 )
             if (entry.name, entry.group) in found:
                 group = f" and the group {entry.group!r}" if entry.group else ""
@@ -102,7 +99,8 @@ class Settings(ConfigModel):
                     f"{where}: the name {entry.name!r}{group} is taken; give it a group of its own "
                     "to serve the model with further replicas, or another name"
                 )
-            found[entry.name, entry.group] = entry.model_copy(update={"model": model})
+            models.setdefault(entry.name, entry)
+            found[entry.name, entry.group] = entry
         return tuple(found.values())
 
     def model_name(self) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from app.model_entries import INHERITED
+from app.model_entries import is_taken_over
 from app.settings import Settings, key_paths, setting_keys
 from core.errors import SettingsError
 from deployments.ray_environment import KEYS_VARIABLE, MAX_BODY_VARIABLE
@@ -87,9 +87,9 @@ def _origin(path: str, chosen: Mapping[str, Sourced]) -> str:
     """Where a value was set; of one that an entry takes from the first model, that one's key."""
     if path in chosen:
         return chosen[path].origin
-    if path.startswith("models.") and path.split(".")[2] in INHERITED:
+    if path.startswith("models."):
         above = path.split(".", 2)[2]
-        if above in chosen:
+        if is_taken_over(above) and above in chosen:
             return f"{above}, {chosen[above].origin}"
     return "default"
 
@@ -165,7 +165,7 @@ def _leaves(
             yield from _leaves(loader, value_node, f"{path}.")
             continue
         value = loader.construct_object(value_node, deep=True)
-        if value is None and keys.is_section(path):
+        if value is None and keys.is_section(path) and not keys.is_entry(path):
             continue
         yield path, value, place.start_mark.line + 1
 

@@ -17,6 +17,7 @@ from core.torch_environment import unset_variables
 os.environ.update(unset_variables())  # read once, when torch is loaded
 
 import argparse
+import math
 import statistics
 import sys
 import time
@@ -29,10 +30,11 @@ import torch
 from torch.nn import functional
 
 from app.measurement import emit, quiet_monitor
-from core.model_shape import SLOT_ALIGN_BYTES, align_up
+from core.model_shape import PARAM_ALIGN_BYTES, SLOT_ALIGN_BYTES, align_up
 from expert_pool.checkpoint_index import ParamSpec
 from expert_pool.experts_forward import apply_with_torch
 from expert_pool.grouped_linear import ExpertGroup
+from expert_pool.kernels.activation import activation_of
 from expert_pool.kernels.layer_kernel import LayerKernel
 from expert_pool.kernels.library import NativeKernels, open_kernels
 from expert_pool.slots import SlotArena
@@ -40,18 +42,25 @@ from expert_pool.slots import SlotArena
 EXPERTS = 64
 TOP_K = 8
 LAYERS = 4
-_SILU = 0
+LAYOUTS = ("rows", "llama4", "gpt_oss")
+_ALPHA, _LIMIT = 1.702, 7.0
 
 
-def slots(hidden: int, inner: int) -> tuple[SlotArena, list[ParamSpec]]:
+def slots(hidden: int, inner: int, layout: str) -> tuple[SlotArena, list[ParamSpec]]:
     """The experts of a few layers, random."""
-    up, down = (2 * inner, hidden), (hidden, inner)
-    up_bytes, down_bytes = 4 * inner * hidden, 2 * inner * hidden
-    params = [
-        ParamSpec("gate_up_proj", up, "bfloat16", 0, up_bytes),
-        ParamSpec("down_proj", down, "bfloat16", up_bytes, down_bytes),
-    ]
-    nbytes = align_up(up_bytes + down_bytes, SLOT_ALIGN_BYTES)
+    shapes: dict[str, tuple[int, ...]] = {
+        "gate_up_proj": (2 * inner, hidden),
+        "down_proj": (hidden, inner),
+    }
+    if layout != "rows":
+        shapes = {name: shape[::-1] for name, shape in shapes.items()}
+    if layout == "gpt_oss":
+        shapes |= {"gate_up_proj_bias": (2 * inner,), "down_proj_bias": (hidden,)}
+    params, nbytes = [], 0
+    for name, shape in shapes.items():
+        params.append(ParamSpec(name, shape, "bfloat16", nbytes, 2 * math.prod(shape)))
+        nbytes = align_up(nbytes + 2 * math.prod(shape), PARAM_ALIGN_BYTES)
+    nbytes = align_up(nbytes, SLOT_ALIGN_BYTES)
     arena = SlotArena(params, nbytes, LAYERS * EXPERTS, torch.device("cpu"))
     one = arena.slot(0).view(torch.bfloat16)
     one.copy_(torch.randn(one.numel(), generator=torch.Generator().manual_seed(0)) * 0.02)
@@ -63,6 +72,26 @@ def slots(hidden: int, inner: int) -> tuple[SlotArena, list[ParamSpec]]:
 def gate(gate_up: torch.Tensor) -> torch.Tensor:
     first, second = gate_up.chunk(2, dim=-1)
     return functional.silu(first) * second
+
+
+def clamped_gate(gate_up: torch.Tensor) -> torch.Tensor:
+    """As transformers' GptOssExperts."""
+    first, second = gate_up[..., ::2], gate_up[..., 1::2]
+    first = first.clamp(min=None, max=_LIMIT)
+    second = second.clamp(min=-_LIMIT, max=_LIMIT)
+    return (second + 1) * (first * torch.sigmoid(first * _ALPHA))
+
+
+def experts_module(layout: str) -> SimpleNamespace:
+    """What stock has beside the parameters."""
+    return SimpleNamespace(
+        has_gate=True,
+        is_transposed=layout != "rows",
+        has_post_expert_norm=False,
+        _apply_gate=clamped_gate if layout == "gpt_oss" else gate,
+        alpha=_ALPHA,
+        limit=_LIMIT,
+    )
 
 
 def contest(
@@ -90,10 +119,11 @@ def experts_row(
     clock: Callable[[], float],
 ) -> dict[str, Any]:
     """`tokens` rows of a layer."""
-    kernel = LayerKernel(kernels, arena, params, _SILU)
-    module = SimpleNamespace(
-        has_gate=True, is_transposed=False, has_post_expert_norm=False, _apply_gate=gate
-    )
+    module = experts_module(options.layout)
+    activation = activation_of(module)
+    if activation is None:
+        raise RuntimeError("expected an activation that the kernels know")
+    kernel = LayerKernel(kernels, arena, params, activation, module.is_transposed)
     generator = torch.Generator().manual_seed(tokens)
     hidden = torch.randn((tokens, options.hidden), generator=generator).bfloat16()
     chosen = torch.rand((tokens, EXPERTS), generator=generator).topk(TOP_K).indices.reshape(-1)
@@ -115,7 +145,7 @@ def experts_row(
 
     native_s, torch_s = contest(native, with_torch, options.rounds, clock)
     return {
-        "what": "experts",
+        "what": "experts" if options.layout == "rows" else f"experts, {options.layout}",
         "rows": tokens,
         "experts": int(active.size),
         "native_ms": round(native_s * 1e3, 3),
@@ -158,6 +188,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--kernel", default="native", help="native, avx2 or generic")
+    parser.add_argument(
+        "--layout",
+        choices=LAYOUTS,
+        default="rows",
+        help="how weights lie: rows of outputs, or transposed as those of llama4 or gpt_oss",
+    )
     parser.add_argument("--rows", default="1,4,16,32,64,256", help="comma-separated")
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--inner", type=int, default=512)
@@ -170,13 +206,13 @@ def main() -> None:
     kernels = open_kernels(options.kernel)
     print(f"instructions: {kernels.name}", file=sys.stderr)
     sizes = [int(size) for size in options.rows.split(",")]
-    arena, params = slots(options.hidden, options.inner)
+    arena, params = slots(options.hidden, options.inner, options.layout)
     rows = []
     with quiet_monitor() as monitor:
         for tokens in sizes:
             rows.append(experts_row(kernels, arena, params, tokens, options, clock))
             print(rows[-1], file=sys.stderr, flush=True)
-        for tokens in sizes:
+        for tokens in sizes if options.layout == "rows" else ():
             rows.append(linear_row(kernels, tokens, options, clock))
             print(rows[-1], file=sys.stderr, flush=True)
     emit("expert_kernel", rows, monitor, as_json=options.json)

@@ -134,7 +134,8 @@ class Experts:
         )
         names = [replica.name for replica in replicas]
         chosen = self.dispatcher.choose(ask, names).replicas[0]
-        self._tickets[routed.number] = self.dispatcher.sent(chosen, ask)
+        self._tickets[routed.number] = ticket = self.dispatcher.sent(chosen, ask)
+        self.dispatcher.arrived(ticket)
         return names.index(chosen)
 
     def ended(self, number: int) -> None:

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """Where Coterie keeps what cannot lie beside a model: $COTERIE_CACHE or ~/.cache/coterie."""
-    return Path(os.environ.get("COTERIE_CACHE") or "~/.cache/coterie").expanduser()
+    """Where Coterie keeps what cannot lie beside a model: $COTERIE_CACHE or ~/.cache/coterie.
+
+    Whoever has no home has a folder of their own among the temporary files.
+    """
+    try:
+        return Path(os.environ.get("COTERIE_CACHE") or "~/.cache/coterie").expanduser()
+    except RuntimeError:
+        return Path(tempfile.gettempdir()) / f"coterie-{os.getuid()}"
 
 
 def is_there(path: Path) -> bool:

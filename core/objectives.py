@@ -12,7 +12,7 @@ from core.config_model import ConfigModel
 class ObjectiveSettings(ConfigModel):
     """Whatever trades latency against work decides by these two numbers."""
 
-    ttft_ms: Annotated[float, Field(gt=0)] = 2000.0
+    ttft_ms: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 2000.0
     """Time to first token that a request should meet, in milliseconds."""
-    tpot_ms: Annotated[float, Field(gt=0)] = 200.0
+    tpot_ms: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 200.0
     """Time per output token after the first that a request should meet, in milliseconds."""

@@ -132,7 +132,7 @@ class Admission:
         """
         taken = []
         busy = sum(self._handed.values())
-        while (first := self._first()) is not None:
+        while (first := next(self._in_order(), None)) is not None:
             fits = busy + first.sequences <= self.hand_over_sequences
             if not fits and (busy or not self.hand_over_sequences):
                 break
@@ -201,9 +201,6 @@ class Admission:
     def _waiting(self) -> Iterator[Waiting]:
         for queue in self._queues.values():
             yield from queue.values()
-
-    def _first(self) -> Waiting | None:
-        return next(self._in_order(), None)
 
     def _in_order(self) -> Iterator[Waiting]:
         """Who goes first, and who then, as far as is known now."""

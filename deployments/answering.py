@@ -9,11 +9,13 @@ from functools import partial
 
 from core.errors import CoterieError, EngineUnavailableError
 from deployments.answer_form import AnswerForm
+from deployments.group_load import GroupLoad
 from deployments.joined_streams import BatchStream, JoinedStreams
 from deployments.openai_errors import envelope, exception_of
 from deployments.openai_logprobs import Json
 from deployments.openai_stream import DONE, Answer, event
 from deployments.replica_group import ReplicaGroup
+from deployments.served_models import Place
 from deployments.text_delta import Batch, Failure, Generation, TextDelta
 from deployments.text_threads import TextThreads
 
@@ -36,31 +38,34 @@ class Answering:
         self._threads = threads
 
     async def answer(
-        self, form: AnswerForm, generations: list[Generation], group: ReplicaGroup, stream: bool
+        self, form: AnswerForm, generations: list[Generation], place: Place, stream: bool
     ) -> Json | EventStream:
-        """The whole answer, or its stream once the first text is there. Raises CoterieError."""
-        batches = JoinedStreams(_start_all(generations, group), form.made)
+        """The whole answer, or its stream once the first text is there. Raises CoterieError.
+
+        The visit of `place` ends with the answer.
+        """
+        batches = JoinedStreams(_start_all(generations, place.group), form.made)
         answer = Answer(form)
-        prompts = len(generations)
+        load = place.group.load
         self.open_requests += 1
-        group.began(prompts)
 
         def close() -> None:
             self.open_requests -= 1
-            group.ended(prompts)
+            place.visit.end()
             batches.cancel()
 
         try:
             # The first batch decides the HTTP status: a refusal is no stream.
             first = await _checked(batches.first())
+            load.answered()
             if not stream:
-                deltas = await _all_deltas(first, batches, prompts)
+                deltas = await _all_deltas(first, batches, len(generations))
                 size = sum(delta.size for delta in deltas)
                 body = await self._threads.run(size, lambda: answer.body(deltas))
         except BaseException as error:
             close()
             if isinstance(error, EngineUnavailableError):
-                group.failed()
+                load.failed()
             raise
         if not stream:
             close()
@@ -71,10 +76,10 @@ class Answering:
             if to_close:
                 to_close.pop()()
 
-        return EventStream(self._events(answer, first, batches), cancel)
+        return EventStream(self._events(answer, first, batches, load), cancel)
 
     async def _events(
-        self, answer: Answer, first: Batch, rest: JoinedStreams
+        self, answer: Answer, first: Batch, rest: JoinedStreams, load: GroupLoad
     ) -> AsyncIterator[bytes]:
         """Server-sent events of a started stream; a failure is one event before the end mark."""
         batch: Batch | None = first
@@ -91,6 +96,8 @@ class Answering:
         except Exception as error:
             if not isinstance(error, CoterieError):
                 log.exception("A stream broke")
+            if isinstance(error, EngineUnavailableError):
+                load.failed()
             yield event(envelope(error)[1]) + DONE
             return
         yield answer.last_events()

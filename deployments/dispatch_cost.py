@@ -15,6 +15,10 @@ from deployments.sent_requests import Local
 
 NEVER_S = 1e6
 """Cost of a replica that can never hold the sequence: it comes after all others."""
+MISS_WEIGHT = 2.0
+"""Reads that a missing expert causes: its own, and that of the expert whose slot it takes, which
+another sequence asks for again. In simulation (benchmarks/dispatch.py) 3 saves as much and queues
+more at some loads, 1 saves a third less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +47,15 @@ class Load:
     hit_rate: float
 
     @classmethod
-    def of(cls, report: ReplicaReport | None, local: Local, tokens: float) -> Load:
-        """`tokens` is what each unseen sequence may still write."""
+    def of(
+        cls, report: ReplicaReport | None, local: Local, tokens: float, places: float = 0.0
+    ) -> Load:
+        """`tokens` is what each unseen sequence may still write.
+
+        Without a report there are taken to be `places` for sequences; 0 is no bound.
+        """
         if report is None:
-            return cls(float(local.open), float(local.unseen_prompt_tokens), 0.0, 0.0, 0.0, 0.0)
+            return cls(float(local.open), float(local.unseen_prompt_tokens), 0.0, 0.0, places, 0.0)
         return cls(
             max(0.0, report.running + report.waiting + local.unseen - local.ended),
             report.prompt_tokens + local.unseen_prompt_tokens,
@@ -64,9 +73,11 @@ class Price:
     load_s: float
     """All but misses, and nothing of the prompt computed before."""
     cold_s: float
-    """Added if none of the request's experts had a slot."""
+    """Added if none of the request's experts had a slot, times `MISS_WEIGHT`."""
     reuse_s: float
     """Saved because the prompt's beginning lies there."""
+    waits_s: float = 0.0
+    """The part of `load_s` in which it waits for a place."""
 
 
 def price(
@@ -101,8 +112,9 @@ def price(
         load_s += NEVER_S
     return Price(
         load_s,
-        tokens * sequences * costs.cold_token_s * (1.0 + others),
+        MISS_WEIGHT * tokens * sequences * costs.cold_token_s * (1.0 + others),
         min(reused_tokens, prompt_tokens) * costs.prefill_token_s * (1.0 + others),
+        waits_s * round_s,
     )
 
 

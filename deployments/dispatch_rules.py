@@ -14,12 +14,11 @@ from pydantic import Field, model_validator
 
 from core.config_model import ConfigModel
 from core.errors import SettingsError
+from deployments.domain_settings import UNKNOWN
 
 Key = TypeVar("Key")
 AUTO = "auto"
 """The model name with which a client leaves the choice of the model to the rules."""
-UNKNOWN = "unknown"
-"""In a rule: requests whose domain is not known."""
 
 
 class DispatchRule(ConfigModel):

@@ -25,10 +25,11 @@ class DispatchSettings(ConfigModel):
     """Requests sent to a replica show in its report within this many seconds; otherwise the report
     counts as old, and without fresh reports the less loaded of two replicas is taken."""
     report_lag_s: Annotated[float, Field(ge=0)] = 0.02
-    """Requests sent less than this many seconds before a report was made are not yet in it."""
+    """Requests that arrived less than this many seconds before a report was made are not yet in
+    it."""
     tokens_ahead: Positive = 512
     """Most tokens of an answer that are reckoned with, however many a request may ask for."""
-    affinity_share: Share = 0.5
+    affinity_share: Share = 0.6
     """How much of a replica's cost may be forgiven it for the experts and prefixes that it holds,
     as a share of that cost; 0 looks at load alone."""
     newcomer_tokens: Annotated[int, Field(ge=0)] = 4096

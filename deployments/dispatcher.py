@@ -15,6 +15,7 @@ from statistics import median
 from deployments.dispatch_cost import NEVER_S, UNKNOWN, Coefficients, Load, price
 from deployments.dispatch_counts import DispatchCounts
 from deployments.dispatch_settings import DispatchSettings
+from deployments.domain_places import DomainPlaces
 from deployments.last_replicas import LastReplicas, prefix_tokens
 from deployments.replica_report import RATE_STEP, ReplicaReport, domain_hash
 from deployments.sent_requests import SentRequests
@@ -26,6 +27,13 @@ NO_REPORTS = "power of two: no reports"
 _ALIKE = 2.0
 """Measured costs of two replicas within this factor of each other count as the same machine's."""
 _MOST_TOKENS = 10_000_000
+_DOMAINS_REMEMBERED = 256
+_PLACES_HALF_LIFE = 10.0
+"""Requests of a domain after which one's place counts half."""
+_SPECIALISING = 0.8
+"""How much more of a domain's experts a replica is taken to hold soon if all of the domain's last
+requests, and none of the others, went there. Bounded by the affinity's share of a cost, as what is
+reported is. Chosen on recorded routing (`python -m benchmarks.dispatch`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,16 +91,18 @@ class Dispatcher:
         self._sent = SentRequests(settings.report_lag_s)
         self._prefixes = LastReplicas(settings.remembered_prefixes)
         self._sessions = LastReplicas(settings.remembered_prefixes)
+        self._places = DomainPlaces(_DOMAINS_REMEMBERED, _PLACES_HALF_LIFE)
         self.counts = counts or DispatchCounts()
 
     def report(self, replica: str, report: ReplicaReport | None) -> None:
         """A replica's news. A report that makes no sense counts as none, as does None."""
+        now_s = self._clock()
         if report is None or not report.sane:
             self.counts.unreadable_reports += 1
             self._reports.pop(replica, None)
+            self._sent.reported(replica, now_s)  # whatever it says, it is not silent
             return
         self._reports[replica] = report
-        now_s = self._clock()
         self._sent.reported(replica, min(report.made_s or now_s, now_s))
 
     def keep(self, replicas: Iterable[str]) -> None:
@@ -100,6 +110,7 @@ class Dispatcher:
         kept = set(replicas)
         self._reports = {name: r for name, r in self._reports.items() if name in kept}
         self._sent.keep(kept)
+        self._places.keep(kept)
 
     @property
     def open_tickets(self) -> int:
@@ -112,10 +123,15 @@ class Dispatcher:
         served = report.served_tokens if report is not None else 0.0
         for key in ask.prefix:
             self._prefixes.remember(key, replica, served)
+        self._places.sent(ask.domain, replica)
         if ask.session:
             self._sessions.remember((ask.tenant, ask.session), replica, served)
         tokens = _bounded(ask.prompt_tokens)
         return self._sent.sent(replica, _sequences(ask), tokens, self._clock())
+
+    def arrived(self, ticket: int) -> bool:
+        """The replica has taken the request, so its reports show it; False if that was known."""
+        return self._sent.arrived(ticket, self._clock())
 
     def ended(self, ticket: int) -> None:
         """The request of this ticket is over, however it ended."""
@@ -174,6 +190,7 @@ class Dispatcher:
     def _by_cost(self, ask: Ask, names: list[str], known: dict[str, _Known]) -> Choice:
         self._expect_hits(ask, known)
         typical = self._share_costs(known)
+        usual_places = median(one.report.max_sequences for one in known.values())
         answers = [r.answer_tokens for r in (k.report for k in known.values()) if r.answer_tokens]
         most = float(self._settings.tokens_ahead)
         usual = min(sum(answers) / len(answers), most) if answers else most
@@ -184,14 +201,15 @@ class Dispatcher:
         costs_s, resolutions_s = {}, {}
         for name in names:
             # One that says nothing among others that do is taken for an average one that is as
-            # busy as it was and holds no more than the worst of them.
+            # busy as it was, by what this gateway sent if it never said anything, and holds no
+            # more than the worst of them.
             one = known.get(name)
             parts = price(
                 float(_bounded(ask.prompt_tokens)),
                 tokens,
                 _sequences(ask),
                 reuse.get(name, 0.0),
-                Load.of(self._reports.get(name), self._sent.of(name), tokens),
+                Load.of(self._reports.get(name), self._sent.of(name), tokens, usual_places),
                 one.costs if one else typical,
                 usual,
             )
@@ -199,7 +217,9 @@ class Dispatcher:
             credit_s = parts.reuse_s
             if one is not None:
                 credit_s += parts.cold_s * (one.hit_rate - worst)
-            costs_s[name] = whole_s - min(credit_s, self._settings.affinity_share * whole_s)
+            # Nobody is forgiven that one waits for a place there.
+            forgiven_s = self._settings.affinity_share * (whole_s - parts.waits_s)
+            costs_s[name] = whole_s - min(credit_s, forgiven_s)
             if self._is_silent(name) if one is None else not one.report.ready:
                 costs_s[name] += NEVER_S
             resolutions_s[name] = parts.cold_s * RATE_STEP
@@ -216,10 +236,12 @@ class Dispatcher:
     def _expect_hits(self, ask: Ask, known: dict[str, _Known]) -> None:
         """What share of the ask's experts each replica is likely to hold."""
         domain = domain_hash(ask.domain) if ask.domain else -1
+        lean = self._places.lean(ask.domain, known)
         sure = min(max(ask.confidence, 0.0), 1.0) if ask.confidence == ask.confidence else 0.0
-        for one in known.values():
+        for name, one in known.items():
             report = one.report
             named = report.domains.get(domain, report.hit_rate)
+            named = min(max(named + _SPECIALISING * lean[name], 0.0), 1.0)
             one.hit_rate = sure * named + (1.0 - sure) * report.hit_rate
         # A replica that has served much less than the others has had no chance yet to show its
         # worth: it counts as good as the best one at first.
@@ -265,7 +287,8 @@ class Dispatcher:
                 one = known.get(name)
                 if one is None or not one.report.kv_tokens:
                     continue
-                if one.report.served_tokens - served_then <= one.report.kv_free_tokens:
+                # Fewer than then: its rank was made anew.
+                if 0 <= one.report.served_tokens - served_then <= one.report.kv_free_tokens:
                     tokens[name] = float(prefix_tokens(position))
         return tokens
 

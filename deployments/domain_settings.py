@@ -12,6 +12,8 @@ from core.errors import SettingsError
 
 BUNDLED_NAME = "bundled"
 OFF = "off"
+UNKNOWN = "unknown"
+"""What a text of none of the domains is labelled; no domain is called so."""
 DomainLabel = Annotated[str, StringConstraints(pattern=r"^[a-z0-9_-]{1,64}$")]
 
 _MAX_LABELS = 256
@@ -36,9 +38,9 @@ class DomainSettings(ConfigModel):
 
     @model_validator(mode="after")
     def _few_labels(self) -> DomainSettings:
-        if len(self.labels) > _MAX_LABELS or "unknown" in self.labels:
+        if len(self.labels) > _MAX_LABELS or UNKNOWN in self.labels:
             raise ValueError(
-                f'expected at most {_MAX_LABELS} labels, none of them "unknown", found '
+                f'expected at most {_MAX_LABELS} labels, none of them "{UNKNOWN}", found '
                 f"{len(self.labels)}: {', '.join(self.labels[:8])}"
             )
         return self

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any
 
 import numpy as np
@@ -16,17 +17,17 @@ from safetensors.numpy import load, save
 
 from core.errors import CoterieError
 from core.whole_file import write_whole
+from deployments.domain_settings import UNKNOWN
 from deployments.ngram_features import NgramFeatures
 
 FORMAT = "coterie domain classifier"
 VERSION = 1
 BUNDLED = Path(__file__).parent / "domains" / "nine.safetensors"
 LABEL = re.compile(r"[a-z0-9_-]{1,64}")
-UNKNOWN = "unknown"
-"""What a text of none of the domains is labelled; no domain is called so."""
 
 _MAX_FILE_BYTES = 256 * 1024**2
 _MAX_LABELS = 256
+_SHOWN_CHARS = 200
 _AGAIN = "Make it again with `coterie domains train`, or set domains.classifier to another file."
 
 
@@ -78,25 +79,31 @@ class DomainWeights:
     def read(cls, path: Path) -> DomainWeights:
         """Raises DomainWeightsError."""
         try:
-            if path.stat().st_size > _MAX_FILE_BYTES:
+            found = path.stat()
+            if not S_ISREG(found.st_mode) or found.st_size > _MAX_FILE_BYTES:
+                what = f"{found.st_size} bytes" if S_ISREG(found.st_mode) else "something else"
                 raise DomainWeightsError(
-                    f"{path}: expected at most {_MAX_FILE_BYTES} bytes, found "
-                    f"{path.stat().st_size}. {_AGAIN}"
+                    f"{path}: expected a file of at most {_MAX_FILE_BYTES} bytes, found {what}. "
+                    f"{_AGAIN}"
                 )
             data = path.read_bytes()
-        except OSError as error:
+        # A path that no file can have is a ValueError.
+        except (OSError, ValueError) as error:
             raise DomainWeightsError(
                 f"{path}: expected the weights of a domain classifier, found "
-                f"{error.strerror or error}. {_AGAIN}"
+                f"{getattr(error, 'strerror', None) or error}. {_AGAIN}"
             ) from error
         try:
             return _parse(data)
-        except (ValueError, KeyError, TypeError, SafetensorError) as error:
+        except KeyError as error:
+            raise DomainWeightsError(f"{path}: expected {error}, found none. {_AGAIN}") from error
+        # Brackets in brackets without end are a RecursionError.
+        except (ValueError, RecursionError, SafetensorError) as error:
             raise DomainWeightsError(f"{path}: {error}. {_AGAIN}") from error
 
 
 def _parse(data: bytes) -> DomainWeights:
-    """Raises ValueError, KeyError, TypeError and SafetensorError."""
+    """Raises ValueError, KeyError, RecursionError and SafetensorError."""
     metadata = _metadata(data)
     if metadata.get("format") != FORMAT or metadata.get("version") != str(VERSION):
         raise ValueError(
@@ -106,14 +113,16 @@ def _parse(data: bytes) -> DomainWeights:
     labels = json.loads(metadata["labels"])
     is_list = isinstance(labels, list) and 2 <= len(labels) <= _MAX_LABELS
     if not is_list or not all(isinstance(x, str) and LABEL.fullmatch(x) for x in labels):
-        raise ValueError(f"expected 2 to {_MAX_LABELS} labels of a-z, 0-9, _ and -, found {labels}")
+        shown = str(labels)[:_SHOWN_CHARS]
+        raise ValueError(f"expected 2 to {_MAX_LABELS} labels of a-z, 0-9, _ and -, found {shown}")
     if labels != sorted(set(labels)) or UNKNOWN in labels:
-        raise ValueError(f'expected different labels, sorted, none "{UNKNOWN}", found {labels}')
+        shown = str(labels)[:_SHOWN_CHARS]
+        raise ValueError(f'expected different labels, sorted, none "{UNKNOWN}", found {shown}')
     features = NgramFeatures(
         seed=int(metadata["hash_seed"]),
         buckets=int(metadata["buckets"]),
-        char_orders=tuple(map(int, json.loads(metadata["char_orders"]))),
-        word_orders=tuple(map(int, json.loads(metadata["word_orders"]))),
+        char_orders=_orders(metadata, "char_orders"),
+        word_orders=_orders(metadata, "word_orders"),
         head_chars=int(metadata["head_chars"]),
         tail_chars=int(metadata["tail_chars"]),
     )
@@ -144,6 +153,13 @@ def _parse(data: bytes) -> DomainWeights:
         threshold=threshold,
         facts=metadata.get("facts", ""),
     )
+
+
+def _orders(metadata: Mapping[str, str], name: str) -> tuple[int, ...]:
+    orders = json.loads(metadata[name])
+    if not isinstance(orders, list) or not all(type(order) is int for order in orders):
+        raise ValueError(f"expected whole numbers as {name}, found {metadata[name][:_SHOWN_CHARS]}")
+    return tuple(orders)
 
 
 def _sorted_header(data: bytes) -> bytes:

@@ -99,6 +99,15 @@ class ExpertRouter(FIFOMixin, RequestRouter):
             self._failed()
         super().update_replicas(replicas)
 
+    def on_request_routed(
+        self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
+    ) -> None:
+        """Serve's hook: a replica has taken a call."""
+        call = (replica_id.unique_id, pending_request.metadata.internal_request_id)
+        for ticket in self._open.get(call, ()):
+            if self._dispatcher.arrived(ticket):
+                break
+
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         """Serve's hook, from any thread: a call is over, however it ended."""
         key = (replica_id.unique_id, internal_request_id)

@@ -70,16 +70,16 @@ class Gateway:
         asked = await self._parse(ChatRequest, body)
         self._check(asked)
         labels = await self._labels(asked, caller, (chat_text(asked.messages),))
-        place = self._place(asked, labels)
-        tools = ToolUse.of(asked, place.model.formats)
-        prompt = await place.model.tokenizer.chat(
-            await self._turns(place.model, asked.messages, body),
-            asked.chat_template_kwargs or {},
-            tools.template_kwargs,
-            await place.group.context_tokens(body),
-        )
-        plan = tools.plan(prompt.ids, structure_of(asked))
-        return await self._answer(place, asked, (prompt,), plan, caller, labels)
+        with self._place(asked, labels) as place:
+            tools = ToolUse.of(asked, place.model.formats)
+            prompt = await place.model.tokenizer.chat(
+                await self._turns(place.model, asked.messages, body),
+                asked.chat_template_kwargs or {},
+                tools.template_kwargs,
+                await place.group.context_tokens(body),
+            )
+            plan = tools.plan(prompt.ids, structure_of(asked))
+            return await self._answer(place, asked, (prompt,), plan, caller, labels)
 
     async def completion(self, body: bytes, caller: Caller = NOBODY) -> Json | EventStream:
         """POST /v1/completions. Raises CoterieError."""
@@ -88,23 +88,24 @@ class Gateway:
         asked.check_prompts(self.serving)
         texts = tuple(prompt if isinstance(prompt, str) else None for prompt in asked.prompt)
         labels = await self._labels(asked, caller, texts)
-        place = self._place(asked, labels)
-        add_special, echo = asked.add_special_tokens is not False, bool(asked.echo)
-        context_tokens = await place.group.context_tokens(body)
-        tokenizer = place.model.tokenizer
-        prompts = []
-        for prompt in asked.prompt:
-            prompts.append(await tokenizer.prompt(prompt, add_special, echo, context_tokens))
-            await asyncio.sleep(0)  # many short ones are as long as a long one
-        plan = OutputPlan(structure_of(asked), None, ())
-        return await self._answer(place, asked, tuple(prompts), plan, caller, labels)
+        with self._place(asked, labels) as place:
+            add_special, echo = asked.add_special_tokens is not False, bool(asked.echo)
+            context_tokens = await place.group.context_tokens(body)
+            tokenizer = place.model.tokenizer
+            prompts = []
+            for prompt in asked.prompt:
+                prompts.append(await tokenizer.prompt(prompt, add_special, echo, context_tokens))
+                await asyncio.sleep(0)  # many short ones are as long as a long one
+            plan = OutputPlan(structure_of(asked), None, ())
+            return await self._answer(place, asked, tuple(prompts), plan, caller, labels)
 
     async def tokenize(self, body: bytes) -> Json:
         """POST /tokenize, in vLLM's shape. Raises CoterieError."""
         asked = await self._parse(TokenizeRequest, body)
-        model = self.models_served.named(asked.model or self.models_served.default_name)
+        model = self.models_served.named(asked.model)
         asked.check()
-        most = await model.any_group.context_tokens(body)
+        group = model.any_group
+        most = await group.context_tokens(body)
         if asked.messages is not None:
             turns = await self._turns(model, asked.messages, body)
             kwargs = asked.chat_template_kwargs or {}
@@ -114,7 +115,7 @@ class Gateway:
             text = asked.prompt or ""
             prompt = await model.tokenizer.prompt(text, add_special, context_tokens=most)
         ids = prompt.ids
-        info = await model.any_group.info()
+        info = await group.info()
         if prompt.is_beginning:
             raise ContextLengthError(
                 f"The prompt has over {len(ids)} tokens; the limit for a prompt and its answer "
@@ -132,7 +133,7 @@ class Gateway:
     async def detokenize(self, body: bytes) -> Json:
         """POST /detokenize, in vLLM's shape. Raises CoterieError."""
         asked = await self._parse(DetokenizeRequest, body)
-        model = self.models_served.named(asked.model or self.models_served.default_name)
+        model = self.models_served.named(asked.model)
         return {"prompt": await model.tokenizer.text(tuple(asked.tokens))}
 
     def models(self) -> Json:
@@ -179,7 +180,7 @@ class Gateway:
 
     def _place(self, asked: ChatRequest | CompletionRequest, labels: tuple[Labels, ...]) -> Place:
         """The model and replicas that it goes to, decided before it is made token ids of."""
-        place = self.models_served.place(asked.model, main_domain(labels))
+        place = self.models_served.place(asked.model, main_domain(labels), len(labels))
         exchange = CURRENT.get()
         if exchange is not None:
             exchange.model, exchange.group = place.model.name, place.group.name
@@ -224,7 +225,7 @@ class Gateway:
             )
             for request, label in zip(requests, labels, strict=True)
         ]
-        return await self._answering.answer(form, generations, place.group, stream)
+        return await self._answering.answer(form, generations, place, stream)
 
     async def _parse(self, model: type[Body], body: bytes) -> Body:
         # Parsing is native code: sixteen bytes cost about what a character costs elsewhere.

@@ -6,6 +6,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 from core.errors import EngineUnavailableError
+from deployments.group_load import GroupLoad
 from deployments.joined_streams import BatchStream
 from deployments.metered_supervisors import MeteredSupervisors, Supervisors
 from deployments.openai_logprobs import Json
@@ -16,8 +17,6 @@ from deployments.text_delta import Generation
 _STATUS_TIMEOUT_S = 2.0
 _LONG_BODY_BYTES = 64 * 1024
 """Prompts are held against the context before they are tokenised whole from here on."""
-_SHUNNED_S = 5.0
-"""How long a group that failed is left alone where another one can serve."""
 
 
 class ReplicaGroup:
@@ -40,10 +39,8 @@ class ReplicaGroup:
         self.serving = serving
         self._supervisors = MeteredSupervisors(supervisors, serving.replicas)
         self._state = state
-        self._clock = clock
         self._info: RankInfo | None = None
-        self._shunned_until_s = 0.0
-        self._open = 0
+        self.load = GroupLoad(serving.replicas, clock)
 
     async def info(self) -> RankInfo:
         """What a replica says of its model. Raises EngineUnavailableError."""
@@ -51,31 +48,10 @@ class ReplicaGroup:
             try:
                 self._info = await self._supervisors.info(self.serving.rank_wait_s)
             except EngineUnavailableError:
-                self.failed()
+                self.load.failed()
                 raise
+            self.load.answered()
         return self._info
-
-    @property
-    def load(self) -> float:
-        """Prompts of this gateway that are under way, a replica."""
-        return self._open / self.serving.replicas
-
-    @property
-    def is_shunned(self) -> bool:
-        """Whether it failed a moment ago: where there is a choice, another group is the better."""
-        return self._clock() < self._shunned_until_s
-
-    def began(self, prompts: int) -> None:
-        """So many prompts are under way here, until `ended` is told the same."""
-        self._open += prompts
-
-    def ended(self, prompts: int) -> None:
-        """See `began`."""
-        self._open -= prompts
-
-    def failed(self) -> None:
-        """No replica could answer."""
-        self._shunned_until_s = self._clock() + _SHUNNED_S
 
     async def context_tokens(self, body: bytes) -> int | None:
         """The limit for prompt and answer; None for a body too short to matter."""

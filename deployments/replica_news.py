@@ -47,9 +47,10 @@ class ReplicaNews:
         self._served_tokens += 1
 
     def lost(self) -> None:
-        """The rank is gone, and with it what its pool held."""
+        """The rank is gone, and with it what its pool and its key and value blocks held."""
         self._stats = StepStats(step=0, step_s=0.0)
         self._routing = None
+        self._served_tokens = 0
 
     def answered(self, sequences: int, tokens: int) -> None:
         """A request ended by itself after `tokens` tokens of all its sequences."""

@@ -62,7 +62,8 @@ class ReplicaReport:
     made_s: float = 0
     """Wall-clock seconds when it was made; 0: just now."""
     served_tokens: float = 0
-    """Tokens that passed its model since it started, and one for each request: grows with all."""
+    """Tokens that passed its model since its rank started, and one for each request: grows with
+    all."""
     running: float = 0
     waiting: float = 0
     """Sequences in the batch, and those that wait for a place in it."""

@@ -18,8 +18,7 @@ from deployments.domain_classifier import (
     Guess,
     load_classifier,
 )
-from deployments.domain_settings import DomainSettings
-from deployments.domain_weights import UNKNOWN
+from deployments.domain_settings import UNKNOWN, DomainSettings
 from deployments.hint_trust import HintTrust
 from deployments.openai_messages import Message
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ray import serve
@@ -48,17 +49,30 @@ def drain(app_name: str, limit_s: float) -> bool:
     """Let every replica finish what runs; what is left after `limit_s` ends in an error frame.
 
     Call it before `serve.delete` or `serve.shutdown`, which cut connections. False where the
-    application could not be asked (it is gone, or some of its replicas are).
+    application could not be asked, or some of its replicas; the others have finished even so.
     """
     try:
         names = supervisor_deployments(app_name)
-        # All at once: each may take as long as the limit.
-        asked = [driver_handle(name, app_name).broadcast("drain", limit_s) for name in names]
-        for answers in asked:
-            answers.results(timeout_s=limit_s + _ANSWER_ROOM_S)
-    except (CoterieError, RayError, RayServeException, TimeoutError):
+    except (CoterieError, RayError, RayServeException):
         return False
-    return bool(names)
+    # Serve sends a broadcast only when its results are waited for, so each has a thread: all
+    # replicas stop taking requests now, and none waits for another one's limit.
+    pool = ThreadPoolExecutor(max(1, len(names)))
+    try:
+        drained = list(pool.map(lambda name: _drained(app_name, name, limit_s), names))
+    finally:
+        pool.shutdown(wait=False)
+    return bool(names) and all(drained)
+
+
+def _drained(app_name: str, deployment: str, limit_s: float) -> bool:
+    """Whether all its replicas ended what ran; returns when the last one has, or cannot."""
+    try:
+        asked = driver_handle(deployment, app_name).broadcast("drain", limit_s)
+        answers = asked.results(timeout_s=limit_s + _ANSWER_ROOM_S, return_exceptions=True)
+    except (RayError, RayServeException, TimeoutError, KeyError):
+        return False
+    return not any(isinstance(answer, BaseException) for answer in answers)
 
 
 def driver_handle(deployment: str, app_name: str) -> DeploymentHandle:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -13,10 +14,13 @@ class _Sent:
     sequences: int
     prompt_tokens: int
     sent_s: float
+    arrived_s: float = math.inf
     is_seen: bool = False
 
 
 _REMEMBERED_ENDS = 1024
+_LONGEST_TRIP_S = 1.0
+"""A request whose arrival nobody has told of is taken to have arrived after this time."""
 
 
 @dataclass(slots=True)
@@ -48,7 +52,7 @@ class SentRequests:
     """Tickets for requests: taken when one is sent, given back when it ended. Not thread-safe."""
 
     def __init__(self, lag_s: float) -> None:
-        """A request takes up to `lag_s` to arrive, or clocks differ by as much."""
+        """What arrived less than `lag_s` before a report is not in it yet; clocks differ."""
         self._lag_s = lag_s
         self._replicas: dict[str, Local] = {}
         self._tickets: dict[int, _Sent] = {}
@@ -74,6 +78,14 @@ class SentRequests:
             local.first_unseen_s = now_s
         return self._next
 
+    def arrived(self, ticket: int, now_s: float) -> bool:
+        """The replica has taken a request; False if that was known, or the ticket is not."""
+        entry = self._tickets.get(ticket)
+        if entry is None or entry.arrived_s < math.inf:
+            return False
+        entry.arrived_s = now_s
+        return True
+
     def ended(self, ticket: int, now_s: float) -> None:
         """A request is over. Unknown tickets, and those given back before, are ignored."""
         entry = self._tickets.pop(ticket, None)
@@ -98,10 +110,10 @@ class SentRequests:
         )
         while local.ends and local.ends[0][0] <= made_s:
             local.ends.popleft()
-        while local.tickets:
-            ticket, entry = next(iter(local.tickets.items()))
-            if entry.sent_s > made_s - self._lag_s:
-                break
+        for ticket, entry in list(local.tickets.items()):
+            trip_s = min(entry.arrived_s - entry.sent_s, _LONGEST_TRIP_S)
+            if entry.sent_s + trip_s > made_s - self._lag_s:
+                continue
             del local.tickets[ticket]
             entry.is_seen = True
             local.unseen -= entry.sequences

@@ -36,13 +36,12 @@ class ServedModel:
 
     @property
     def any_group(self) -> ReplicaGroup:
-        """The first: for what all of them answer alike."""
-        return next(iter(self.groups.values()))
+        """For what all of them answer alike."""
+        return self.group_for(tuple(self.groups))
 
     def group_for(self, names: Sequence[str]) -> ReplicaGroup:
         """Of these groups the least loaded one, which is none that failed just now if possible."""
-        groups = [self.groups[name] for name in names]
-        return min(groups, key=lambda group: (group.is_shunned, group.load))
+        return min((self.groups[name] for name in names), key=lambda group: group.load.reluctance)
 
     async def ready(self) -> Json:
         """{ready, replicas, ready_replicas} of all groups; each group's own where it has a name."""

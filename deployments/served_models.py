@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from core.errors import RequestError
 from deployments.dispatch_rules import AUTO, DispatchRules
+from deployments.group_load import Visit
 from deployments.metrics_page import ReplicasStatus
 from deployments.openai_errors import ModelNotFoundError
 from deployments.openai_logprobs import Json
@@ -18,10 +19,21 @@ from deployments.served_model import ServedModel, summed
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a request goes."""
+    """Where a request goes. It counts there at once, until `visit` ends.
+
+    As a context it ends the visit where what lies within it fails.
+    """
 
     model: ServedModel
     group: ReplicaGroup
+    visit: Visit
+
+    def __enter__(self) -> Place:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if kind is not None:
+            self.visit.end()
 
 
 class ServedModels:
@@ -33,11 +45,6 @@ class ServedModels:
         self._rules = rules or DispatchRules((), {m.name: tuple(m.groups) for m in models})
         self._created = int(time.time())
 
-    @property
-    def default_name(self) -> str:
-        """The first model: that of the endpoints where a body may leave the name out."""
-        return next(iter(self._models))
-
     def check(self, name: str) -> None:
         """Raises ModelNotFoundError unless a request may name it."""
         if name not in self._names:
@@ -45,8 +52,13 @@ class ServedModels:
                 f"The model {name[:200]!r} is not served here; {_listed(self._names)}.", "model"
             )
 
-    def named(self, name: str) -> ServedModel:
-        """The model of that very name. Raises ModelNotFoundError, RequestError for "auto"."""
+    def named(self, name: str | None) -> ServedModel:
+        """The model of that very name, the first for None.
+
+        Raises ModelNotFoundError, RequestError for "auto".
+        """
+        if name is None:
+            return next(iter(self._models.values()))
         self.check(name)
         if name not in self._models:
             raise RequestError(
@@ -56,15 +68,16 @@ class ServedModels:
             )
         return self._models[name]
 
-    def place(self, name: str, domain: str) -> Place:
-        """Where a request for `name` goes whose text is about `domain` ("" where unknown).
+    def place(self, name: str, domain: str, prompts: int = 1) -> Place:
+        """Where a request for `name` goes whose texts are about `domain` ("" where unknown).
 
         Raises ModelNotFoundError.
         """
         self.check(name)
         route = self._rules.route(name, domain)
         model = self._models[route.model]
-        return Place(model, model.group_for(route.groups))
+        group = model.group_for(route.groups)
+        return Place(model, group, group.load.begin(prompts))
 
     def cards(self) -> list[Json]:
         """GET /v1/models."""
@@ -96,10 +109,9 @@ class ServedModels:
     async def ready(self) -> Json:
         """The readiness of all; with each one's own where there are several."""
         parts = await asyncio.gather(*(model.ready() for model in self._models.values()))
-        by_name = dict(zip(self._models, parts, strict=True))
-        if len(by_name) == 1:
-            return by_name[self.default_name]
-        return {**summed(list(by_name.values())), "models": by_name}
+        if len(parts) == 1:
+            return parts[0]
+        return {**summed(parts), "models": dict(zip(self._models, parts, strict=True))}
 
 
 def _listed(names: list[str]) -> str:

@@ -76,12 +76,13 @@ class SupervisorClient:
         return msgspec.msgpack.decode(data, type=RankInfo)
 
     async def statuses(self, timeout_s: float) -> list[dict[str, float]]:
-        """The status of each running replica; none where none answers in time."""
+        """The status of each running replica that answers in time."""
         response = self._handle.broadcast("status")
         try:
-            return list(await response.results_async(timeout_s=timeout_s))
+            found = await response.results_async(timeout_s=timeout_s, return_exceptions=True)
         except (TimeoutError, RayError, RayServeException):
             return []
+        return [status for status in found if not isinstance(status, BaseException)]
 
 
 def translated(error: Exception) -> Exception:

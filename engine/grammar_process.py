@@ -131,7 +131,10 @@ class GrammarProcess:
                 self._is_ready = True
             return process
         except (TimeoutError, OSError, msgspec.DecodeError) as error:
+            code = None if process is None else process.poll()
             self.close()
+            if code is not None and code < 0:  # killed from outside: another one may live
+                raise self._come_back() from error
             raise CoterieError(f"the compiler of structures did not start: {error}") from error
 
     @staticmethod

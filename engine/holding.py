@@ -19,6 +19,8 @@ _LEAST_COMPANY = 0.1
 _ALL_BELOW, _NONE_FROM = 0.4, 0.7
 """Shares of the sequences that may run: below the first all slack is spent, from the second on
 none, so that those who come in a burst find places."""
+_LONGEST_S = 60.0
+"""A step is put off no longer, whatever the objectives leave."""
 _FULL = 0.9
 _FULL_RATE = 1 / 400
 _FULL_AT_MOST = 0.1
@@ -59,17 +61,20 @@ class Holding:
         """Whether the waiting ones can wait for company, until another step has run if one can."""
         if not look.waiting or look.prefilling or (look.held and not look.decoding):
             return False
-        if sum(sequence.pending for sequence in look.waiting) >= look.room:
-            return False
         if look.running + len(look.waiting) >= self._bounds.most:
+            return False
+        if sum(sequence.pending for sequence in look.waiting) >= look.room:
             return False
         return self._prompt_slack_s(look) > (self._pace.tpot_s if look.decoding else 0.0)
 
     def hold_s(self, look: Look) -> float:
         """Seconds by which the next step may be put off: slack of the tightest sequence."""
-        slack_s = self._prompt_slack_s(look)
         if not look.decoding:
-            return max(0.0, slack_s) if self.gathers(look) else 0.0
+            gathers = self.gathers(look)
+            return min(max(0.0, self._prompt_slack_s(look)), _LONGEST_S) if gathers else 0.0
+        share = self._spent_share(look)
+        if share <= 0.0:
+            return 0.0  # also where a long queue would take long to look at
         step_s = self._forecast.with_prompts_s(look, look.room) * self._forecast.margin
         # What a sequence was given too early does not pay for a longer pause now.
         due_s = self._stepped_s + self._pace.tpot_s
@@ -77,8 +82,8 @@ class Holding:
             due_s = min(due_s, self._pace.next_due_s(sequence, look.now_s))
         # Of the whole pause, however often it is asked for anew.
         begun_s = look.now_s - self._stepped_s
-        pause_s = begun_s + min(slack_s, due_s - look.now_s - step_s)
-        return max(0.0, self._spent_share(look) * pause_s - begun_s)
+        pause_s = begun_s + min(self._prompt_slack_s(look), due_s - look.now_s - step_s)
+        return min(max(0.0, share * pause_s - begun_s), _LONGEST_S)
 
     def _prompt_slack_s(self, look: Look) -> float:
         prompts = [*look.prefilling, *look.waiting]

@@ -190,7 +190,10 @@ def _attached_pool(index: CheckpointIndex, model: torch.nn.Module) -> Iterator[E
     """A pool of half the layer's experts, so that some are evicted and some are found."""
     (layer,) = index.layers
     slots = max(layer.top_k, layer.num_experts // 2)
-    settings = PoolSettings(expert_memory=slots * layer.slot_bytes, verify_checksums=False)
+    # Torch's kernels: what is compared is the model, and they compute what stock does bit by bit.
+    settings = PoolSettings(
+        expert_memory=slots * layer.slot_bytes, verify_checksums=False, kernel="torch"
+    )
     pool = ExpertPool(index, settings)
     try:
         pool.attach(model)

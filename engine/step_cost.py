@@ -34,6 +34,8 @@ _INERTIA = 0.1
 _ERROR_STEPS = 40.0
 _OUTLIER = 0.5
 """Relative deviation from which a step is out of line, if the usual error is small."""
+_SHORTEST_S = 1e-9
+"""What clocks tell apart."""
 _OUTLIERS_IN_A_ROW = 5
 """So many are no accident: the machine has changed."""
 
@@ -92,8 +94,8 @@ class StepCost:
         )
 
     def learn(self, features: StepFeatures, step_s: float) -> None:
-        """A step that did this took so long. What is no number or negative is left out."""
-        if not (math.isfinite(step_s) and step_s > 0 and all(0 <= f < math.inf for f in features)):
+        """A step that did this took so long. What is no number, 0 or negative is left out."""
+        if not (_SHORTEST_S <= step_s < math.inf and all(0 <= f < math.inf for f in features)):
             return
         self._steps += 1
         counts = np.array((1.0, *features))

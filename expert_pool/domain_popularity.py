@@ -118,10 +118,8 @@ class DomainPopularity:
             if len(self.uncounted) > len(self._domains.rows):
                 self.uncounted.intersection_update(self._domains.rows)
                 self._contrary.intersection_update(self._domains.rows)
-        if label.domain and (label.tenant, label.domain) not in self.uncounted:
-            fresh = self._fresh_tokens.get(label.domain)
-            if fresh is not None or len(self._fresh_tokens) < MAX_ROWS:
-                self._fresh_tokens[label.domain] = tokens + (0.0 if fresh is None else fresh)
+            if (label.tenant, label.domain) not in self.uncounted:
+                self._note_fresh(label.domain, tokens)
 
     def count(self, label: Label, counts: bool, contrary: bool = False) -> None:
         """Whether what a tenant taught of a domain counts for others from now on; where not,
@@ -143,6 +141,10 @@ class DomainPopularity:
         """Tokens that a tenant itself taught of a domain, older ones counting less."""
         row = self._domains.find(label.tenant, label.domain)
         return 0.0 if row is None else float(row.tokens.mean())
+
+    def has_row(self, tenant: str, domain: str) -> bool:
+        """Whether anything is known of what a tenant itself taught of a domain."""
+        return self._domains.find(tenant, domain) is not None
 
     def num_others(self, label: Label) -> int:
         """Other tenants that taught a domain; what came from the disk is one."""
@@ -254,6 +256,15 @@ class DomainPopularity:
     def forget_fresh(self) -> None:
         """It has been kept."""
         self._fresh_tokens = {}
+
+    def _note_fresh(self, domain: str, tokens: npt.NDArray[np.float64]) -> None:
+        fresh = self._fresh_tokens.pop(domain, 0.0)
+        if len(self._fresh_tokens) >= MAX_ROWS:
+            # Names whose rows are gone: those that a client invents keep out nobody else's.
+            known = {name for _, name in self._domains.rows}
+            for name in self._fresh_tokens.keys() - known:
+                del self._fresh_tokens[name]
+        self._fresh_tokens[domain] = tokens + fresh
 
     def _mean(
         self, domain: str, without: str | None, left_out: Collection[tuple[str, str]]

@@ -195,4 +195,6 @@ class Expectations:
 
 
 def _label(tenant: str, domain: str, session: str) -> Label:
-    return Label(tenant, domain[:MAX_NAME], session[:MAX_NAME])
+    if len(session) > MAX_NAME:  # conversations that begin alike are not one
+        session = f"{session[:MAX_NAME]} {hash(session)}"
+    return Label(tenant, domain[:MAX_NAME], session)

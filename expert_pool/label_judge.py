@@ -13,7 +13,7 @@ A label helps where its top experts are asked for more often than everyone's. Tw
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Final, TypeVar
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +33,6 @@ _SIGMAS: Final = 2.0
 _LEAST_GAIN: Final = 0.025
 """Share of the choices by which something must differ from everyone's, beyond chance."""
 _REMEMBERED: Final = 256
-_Key = TypeVar("_Key")
 
 
 class _Gain:
@@ -89,7 +88,7 @@ class LabelJudge:
         """Texts so far whose domain was found to be wrong."""
         self._popularity = popularity
         self._texts: OrderedDict[int, _Evidence] = OrderedDict()
-        self._tenants: OrderedDict[tuple[str, str], _Evidence] = OrderedDict()
+        self._tenants: dict[tuple[str, str], _Evidence] = {}
 
     def believes(self, sequence_id: int) -> bool:
         """Whether a sequence's domain has not been found to be wrong."""
@@ -117,8 +116,8 @@ class LabelJudge:
         Call it before the domain learns from these tokens.
         """
         new = sequence_id not in self._texts
-        text = self._remembered(self._texts, sequence_id)
-        tenant = self._remembered(self._tenants, (label.tenant, label.domain))
+        text = self._of_text(sequence_id)
+        tenant = self._of_tenant((label.tenant, label.domain))
         popularity = self._popularity
         # As of when a text began, lest it be compared with itself.
         everyone = popularity.tops_of_everyone(renew=new)
@@ -159,11 +158,19 @@ class LabelJudge:
         contrary = others.tokens >= ENOUGH_OF_A_TENANT and others.is_less
         self._popularity.count(label, not (useless or contrary), contrary)
 
-    def _remembered(self, known: OrderedDict[_Key, _Evidence], key: _Key) -> _Evidence:
-        found = known.get(key)
+    def _of_text(self, sequence_id: int) -> _Evidence:
+        found = self._texts.pop(sequence_id, None) or _Evidence()
+        self._texts[sequence_id] = found
+        if len(self._texts) > _REMEMBERED:
+            self._texts.popitem(last=False)
+        return found
+
+    def _of_tenant(self, key: tuple[str, str]) -> _Evidence:
+        found = self._tenants.get(key)
         if found is None:
-            found = known[key] = _Evidence()
-            if len(known) > _REMEMBERED:
-                known.popitem(last=False)
-        known.move_to_end(key)
+            if len(self._tenants) >= _REMEMBERED:
+                # Those of rows that are gone: nobody's names push out what is known of another.
+                for other in [k for k in self._tenants if not self._popularity.has_row(*k)]:
+                    del self._tenants[other]
+            found = self._tenants[key] = _Evidence()
         return found

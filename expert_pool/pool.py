@@ -156,7 +156,7 @@ class ExpertPool:
     def end_step(self) -> PoolStepStats:
         """What the step cost. Raises ResidencyViolation if an expert is still pinned."""
         self._take_in(self._store.finished(wait=False))
-        if self.residency.states.pins.any():
+        if np.count_nonzero(self.residency.states.pins):
             raise ResidencyViolation("experts are still pinned at the end of a step")
         if self._awaited and not self.in_ordered_pass:
             self.stats.disk_misses += sum(self._awaited.values())  # barred, or the step broke off
@@ -193,7 +193,7 @@ class ExpertPool:
         """
         if self._loads:
             self._take_in(self._store.finished(wait=False))
-        active = np.flatnonzero(counts)
+        active = counts.nonzero()[0]
         used = counts[active]
         new: IntArray | None = None  # whom the step has not asked for before; None: everybody
         if self._asked_layer_in_step[layer] == self._step:
@@ -382,7 +382,7 @@ class ExpertPool:
             if self.read_ahead is not None:
                 self.read_ahead.came(load)
             if load.error is not None:
-                self.residency.failed(load.layer, load.expert)
+                self.residency.failed(load.layer, load.expert, needed=load.priority == DEMAND)
                 continue
             self.residency.landed(load.layer, load.expert)
             if self._checksums is not None and load.digest is not None:

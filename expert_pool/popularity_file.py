@@ -18,6 +18,8 @@ FORMAT: Final = "coterie-popularity-2"
 _WITHOUT_DOMAINS: Final = "coterie-popularity-1"
 MAX_DOMAINS: Final = 32
 """So many domains are kept; those with the fewest tokens go."""
+_LARGEST: Final = 1e30
+"""Larger numbers than a decayed count can reach, which single precision still holds."""
 
 
 @dataclass(slots=True)
@@ -98,8 +100,8 @@ def _checked(
         raise ValueError(f"counts of shape {counts.shape}, tokens of {tokens.shape}")
     for values in (counts, tokens, half_life_tokens):
         # One that is not a number would stay for ever, whatever is added to it.
-        if not (np.isfinite(values).all() and np.all(values >= 0)):
-            raise ValueError("expected finite numbers from 0 on")
+        if not (np.all(values >= 0) and np.all(values <= _LARGEST)):
+            raise ValueError(f"expected numbers from 0 to {_LARGEST:g}")
     popularity = Popularity(counts.shape[0], counts.shape[1], half_life_tokens)
     popularity.counts[:] = counts
     popularity.tokens[:] = tokens

@@ -145,8 +145,9 @@ class PromptPredictor:
 
     def buckets(self, token_ids: Sequence[int]) -> IntArray:
         """The rows that a prompt's first ids fall into, each once."""
-        first = np.asarray(token_ids[:PROMPT_FIRST_TOKENS], dtype=np.int64)
-        return np.unique(first % self._num_buckets)
+        # Of a request that nobody has looked at yet: its ids may be any numbers.
+        first = [token_id % self._num_buckets for token_id in token_ids[:PROMPT_FIRST_TOKENS]]
+        return np.unique(np.array(first, dtype=np.int64))
 
     def learn(self, buckets: IntArray, layer: int, rates: npt.NDArray[np.float64]) -> None:
         """A prompt with these `buckets` used a layer's experts at `rates`, as shares of tokens."""

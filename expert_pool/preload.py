@@ -9,6 +9,7 @@ pass for a while.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 
 SLOTS_A_SECOND: Final = 0.5
 """Share of the slots that hints may fill in a second."""
+LOOKS_A_SECOND: Final = 64
+"""Hints looked at in a second, each for up to a millisecond of the step thread's time; of one
+tenant no more than its share of them."""
 SOON_TOUCHES: Final = 64
 """An expert is of use if it is asked for within so many touches of its layer."""
 PROBE_EXPERTS: Final = 64
@@ -104,10 +108,13 @@ class Preloader:
         layers = pool.index.layers
         self._a_second = max(sum(pool.residency.quotas) * SLOTS_A_SECOND, 1.0)
         self._a_tenant = max(self._a_second * tenant_share, 1.0)
+        self._looks_a_tenant = max(int(LOOKS_A_SECOND * tenant_share), 1)
         self._even = np.array([layer.top_k / layer.num_experts for layer in layers])
         self._second = 0
         self._used: dict[str, int] = {}
         """By tenant: experts begun in this second."""
+        self._looks: Counter[str] = Counter()
+        """By tenant: hints looked at in this second."""
         self._open: list[dict[int, _Open]] = [{} for _ in layers]
         """By layer: experts that were read for a hint and not yet asked for."""
         self._gone: list[dict[int, int]] = [{} for _ in layers]
@@ -121,7 +128,12 @@ class Preloader:
         residency = self._pool.residency
         if not self._wanted or all(map(residency.has_slots_for_all, range(len(self._open)))):
             return False
-        return self.payoff.hinted() and not self._pool.in_ordered_pass and self._room(tenant) > 0
+        if not self.payoff.hinted() or self._pool.in_ordered_pass or self._room(tenant) <= 0:
+            return False
+        if self._looks[tenant] >= self._looks_a_tenant or self._looks.total() >= LOOKS_A_SECOND:
+            return False
+        self._looks[tenant] += 1
+        return True
 
     def begin(self, label: Label, rates: FloatArray) -> None:
         """Begin to read what a coming request will likely ask for, by `rates` [layers, experts]."""
@@ -190,6 +202,7 @@ class Preloader:
         if second != self._second:
             self._second = second
             self._used.clear()
+            self._looks.clear()
         left = self._a_second - sum(self._used.values())
         left = min(left, self._a_tenant - self._used.get(tenant, 0))
         return int(min(left, self._a_second - len(self._pool.under_way)))

@@ -152,10 +152,13 @@ class Residency:
             if (np.diff(slots) == 1).all():
                 self._ordered_from[layer] = int(slots[0])
 
-    def failed(self, layer: int, expert: int) -> None:
-        """An expert's bytes could not be had: quarantined, its slot free again."""
+    def failed(self, layer: int, expert: int, needed: bool) -> None:
+        """An expert's bytes could not be had: quarantined, its slot free again.
+
+        Where nobody `needed` it yet, whoever does first tries again: a guess fails no request.
+        """
         self.states.fail_loading(layer, expert)
-        self._retry_at[layer, expert] = self._clock() + QUARANTINE_S
+        self._retry_at[layer, expert] = self._clock() + (QUARANTINE_S if needed else 0.0)
         self._give_back_slot(layer, expert)
 
     def called_off(self, layer: int, expert: int) -> None:

@@ -105,7 +105,7 @@ class StateTable:
     def unpin(self, layer: int, experts: IntArray) -> None:
         """Let go of what `pin` held."""
         left = self.pins[layer][experts] - 1
-        if left.size and left.min() < 0:
+        if left.size and np.minimum.reduce(left) < 0:
             at = int(np.argmin(left))
             raise ResidencyViolation(f"layer {layer} expert {experts[at]}: unpinned but not pinned")
         self.pins[layer][experts] = left
@@ -113,7 +113,7 @@ class StateTable:
     def check_pinned(self, layer: int, experts: IntArray) -> None:
         """Raise unless each of `experts` is pinned: the licence to read its slot."""
         pins = self.pins[layer][experts]
-        if pins.size and pins.min() < 1:
+        if pins.size and np.minimum.reduce(pins) < 1:
             raise ResidencyViolation(
                 f"layer {layer} expert {experts[int(np.argmin(pins))]}: "
                 "its slot may be read only while pinned"
@@ -177,7 +177,7 @@ class AddressTable:
         slots = self.slot_of[layer][experts].astype(np.int64)
         owners = self._owner[self.arena_of_layer[layer]]
         stale = (slots < 0) | (owners[slots] != experts + layer * self._width)
-        if stale.any():
+        if np.logical_or.reduce(stale):
             at = int(np.argmax(stale))
             raise ResidencyViolation(
                 f"layer {layer} expert {experts[at]}: slot {slots[at]} is not its own"

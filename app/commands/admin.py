@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Column, Table
+from rich.table import Table
 
 from app.local_service import APPLICATION
+from app.plain_console import print_whole
 from app.running_service import connected
 from core.errors import CoterieError
 
 ANSWER_S = 10.0
-TABLE_WIDTH = 120
-HEADINGS = ("model", "tenant", "priority", "state", "age s", "prompt tokens")
+HEADINGS = ("request", "model", "tenant", "priority", "state", "age s", "prompt tokens")
 Url = Annotated[str | None, typer.Option("--url", help="Which local service, if there are many.")]
 Address = Annotated[str | None, typer.Option("--address", help="A Ray cluster's address instead.")]
 App = Annotated[str, typer.Option("--app", help="Name of the Serve application.")]
@@ -41,20 +41,18 @@ def requests(
     if as_json:
         print(json.dumps({"requests": found, "tenants": tenants}, indent=2))
         return
-    request_id = Column("request", no_wrap=True, min_width=45)
-    others = (Column(name, no_wrap=True) for name in HEADINGS)
-    table = Table(request_id, *others, box=None, pad_edge=False)
+    table = Table(*HEADINGS, box=None, pad_edge=False)
     for one in found:
         cells = ("request_id", "model", "tenant", "priority", "state", "age_s", "prompt_tokens")
         table.add_row(*(str(one[cell]) for cell in cells))
-    console = Console(soft_wrap=True, highlight=False)
-    console.width = max(console.width, TABLE_WIDTH)  # never cut a cell: ids are to be copied
-    console.print(table if found else "nothing waits or runs")
+    if found:
+        print_whole(table)
+    else:
+        print("nothing waits or runs")
     for name, use in tenants.items():
-        console.print(
+        print(
             f"tenant {name or 'everybody'}: {use['requests']} requests and {use['tokens']} tokens "
-            f"in the last minute, {use['at_once']} at once",
-            markup=False,
+            f"in the last minute, {use['at_once']} at once"
         )
 
 
@@ -122,8 +120,21 @@ def ask_all(app: str, deployment: str, method: str, *arguments: Any) -> list[Any
 
 
 def ask_supervisors(app: str, method: str, *arguments: Any) -> dict[str, list[Any]]:
-    """The answers of all running replicas of all models, by deployment. Raises CoterieError."""
+    """The answers of all running replicas of all models, by deployment.
+
+    One that gives none is told on stderr. Raises CoterieError where no deployment answers.
+    """
     from deployments.running_application import supervisor_deployments
 
-    names = supervisor_deployments(app)
-    return {name: ask_all(app, name, method, *arguments) for name in names}
+    answers: dict[str, list[Any]] = {}
+    silent: list[CoterieError] = []
+    for name in supervisor_deployments(app):
+        try:
+            answers[name] = ask_all(app, name, method, *arguments)
+        except CoterieError as error:
+            silent.append(error)
+    if silent and not answers:
+        raise silent[0]
+    for why in silent:
+        print(f"warning: {why}", file=sys.stderr)
+    return answers

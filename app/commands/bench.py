@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from app.load.arrivals import Lengths, TokenRange, open_arrivals
@@ -21,6 +20,7 @@ from app.load.server_processes import serving_roots
 from app.load.summary import Objectives, summarise
 from app.load.trace_file import read_trace, scaled
 from app.measurement import QuietMonitor, measured
+from app.plain_console import plain_console
 from core.errors import SettingsError
 from core.objectives import ObjectiveSettings
 
@@ -138,7 +138,7 @@ def bench(
 def _print_table(
     rows: Sequence[dict[str, Any]], measurements: Sequence[list[Sample]], monitor: QuietMonitor
 ) -> None:
-    console = Console(soft_wrap=True, highlight=False)
+    console = plain_console()
     table = Table(box=None, pad_edge=False)
     headings = {
         "clients": "clients",
@@ -160,7 +160,7 @@ def _print_table(
     for row, samples in zip(rows, measurements, strict=True):
         for error, count in row["errors"].items():
             said = next(x.message for x in samples if x.error == error)
-            console.print(f"{count} x {error}: {said}", style="red", markup=False)
+            console.print(f"{count} x {error}: {said}", style="red")
     if not monitor.report()["quiet"]:
         used = monitor.other_cores
         console.print(f"other processes used {used:.1f} cores meanwhile", style="yellow")

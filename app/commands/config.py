@@ -11,11 +11,11 @@ import yaml
 from pydantic import BeforeValidator
 from pydantic.fields import FieldInfo
 from pydantic_core import to_jsonable_python
-from rich.console import Console
 from rich.table import Table
 
 from app.commands.options import settings_command
 from app.model_entries import INHERITED
+from app.plain_console import print_whole
 from app.settings import key_paths, setting_keys, value_at
 from app.settings_sources import LoadedSettings
 from core.config_model import exact_bytes, parse_bytes
@@ -54,7 +54,7 @@ def _show(
             continue
         value = written(setting_keys().fields[general], row["value"])
         table.add_row(path, value, str(row["origin"]), style="dim" if is_default else "bold")
-    Console(soft_wrap=True, highlight=False).print(table)
+    print_whole(table)
 
 
 def written(field: FieldInfo, value: Any) -> str:

@@ -7,14 +7,14 @@ from typing import Annotated
 
 import msgspec
 import typer
-from rich.console import Console
 
 from app.commands.options import settings_command
 from app.health_checks import findings
+from app.plain_console import plain_console
 from app.settings_sources import LoadedSettings
 
 NO_MODEL = "(not set)"
-_MARKS = {"ok": "[green]ok[/]", "warning": "[yellow]warning[/]", "error": "[red]error[/]"}
+_STYLES = {"ok": "green", "warning": "yellow", "error": "red"}
 
 
 def _doctor(
@@ -33,16 +33,14 @@ def _doctor(
     """
     settings = loaded.settings
     found = []
-    console = Console(soft_wrap=True, highlight=False)
+    console = plain_console()
     for finding in findings(None if settings.model == NO_MODEL else settings, settings):
         found.append(finding)
         if not as_json:
-            console.print(
-                f"{_MARKS[finding.state]}{' ' * (8 - len(finding.state))}{finding.name}: ", end=""
-            )
-            console.print(finding.found, markup=False)
+            console.print(finding.state, style=_STYLES[finding.state], end="")
+            console.print(f"{' ' * (8 - len(finding.state))}{finding.name}: {finding.found}")
             if finding.advice:
-                console.print(f"        {finding.advice}", markup=False)
+                console.print(f"        {finding.advice}")
     works = all(finding.state != "error" for finding in found)
     if as_json:
         print(json.dumps({"works": works, "checks": msgspec.to_builtins(found)}, indent=2))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,10 +13,11 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 
-from app.commands.admin import TABLE_WIDTH, Address, App, Url, ask_all
+from app.commands.admin import Address, App, Url, ask_all
 from app.domain_records import HELD_OUT, PARTS, Record, RecordError, read_records
 from app.domain_records import Progress as Note
 from app.local_service import APPLICATION
+from app.plain_console import plain_console, print_whole
 from app.running_service import connected
 from core.errors import CoterieError
 from deployments.domain_weights import BUNDLED, DomainWeights
@@ -59,7 +61,10 @@ def train(
         records = read_records(data, note)
         held_out = _held_out(records)
         try:
-            out.parent.mkdir(parents=True, exist_ok=True)  # refused now, not after the training
+            # Refused now, not after the training.
+            out.parent.mkdir(parents=True, exist_ok=True)
+            if out.is_dir() or not os.access(out.parent, os.W_OK):
+                raise CoterieError(f"{out} cannot be written: expected a file in a folder of yours")
             weights = fit(records, seed, note)
             weights.write(out)
         except OSError as error:
@@ -69,10 +74,9 @@ def train(
     if as_json:
         print(json.dumps(_as_json(out, weights, reports)))
         return
-    console = Console(highlight=False, soft_wrap=True)
-    console.print(f"{out}: {out.stat().st_size} bytes, trained on {weights.facts}")
-    console.print(f"on the {len(held_out)} records held out:\n")
-    _print(console, reports)
+    print(f"{out}: {out.stat().st_size} bytes, trained on {weights.facts}")
+    print(f"on the {len(held_out)} records held out:\n")
+    _print(reports)
 
 
 def test(
@@ -106,9 +110,8 @@ def test(
     if as_json:
         print(json.dumps(_as_json(path, read, reports)))
         return
-    console = Console(highlight=False, soft_wrap=True)
-    console.print(f"{path}, on {len(chosen)} records:\n")
-    _print(console, reports)
+    print(f"{path}, on {len(chosen)} records:\n")
+    _print(reports)
 
 
 def guess(
@@ -124,7 +127,7 @@ def guess(
       coterie domains guess "My card was charged twice"
     """
     from deployments.domain_classifier import DomainClassifier
-    from deployments.domain_weights import UNKNOWN
+    from deployments.domain_settings import UNKNOWN
 
     classifier = DomainClassifier(DomainWeights.read(weights or BUNDLED))
     row = classifier.probabilities(text)
@@ -134,7 +137,7 @@ def guess(
         rounded = {name: round(share, 4) for name, share in shares.items()}
         print(json.dumps({"domain": found.domain or UNKNOWN, "probabilities": rounded}))
         return
-    console = Console(highlight=False)
+    console = plain_console()
     console.print(found.domain or UNKNOWN, style="bold")
     for name, share in sorted(shares.items(), key=lambda pair: -pair[1]):
         console.print(f"{share:7.2%}  {name}")
@@ -179,14 +182,13 @@ def _as_json(path: Path, weights: DomainWeights, reports: list[CutReport]) -> di
     }
 
 
-def _print(console: Console, reports: list[CutReport]) -> None:
+def _print(reports: list[CutReport]) -> None:
     from app.domain_report import tables
 
     scores, confusion = tables(reports)
-    console.width = max(console.width, TABLE_WIDTH)  # a cut cell could not be read
-    console.print(scores)
-    console.print("\nwhole texts, label by guess:\n")
-    console.print(confusion)
+    print_whole(scores)
+    print("\nwhole texts, label by guess:\n")
+    print_whole(confusion)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from app.commands.options import settings_command
+from app.plain_console import plain_console
 from app.profile_groups import REPEATS, groups
 from app.profile_report import ProfileReport
 from app.settings_sources import LoadedSettings
@@ -152,7 +153,7 @@ def _groups(
 
 
 def _print(report: ProfileReport) -> None:
-    console = Console(soft_wrap=True, highlight=False)
+    console = plain_console()
     if not console.is_terminal:
         console.width = 140
     table = Table("prompts", box=None, pad_edge=False)

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from app.plain_console import plain_console
 from core.errors import SettingsError
 
 
@@ -58,7 +58,7 @@ def replay(
             "" if p99 is None else f"{p99:.1f}",
             style="bold" if result.default else None,
         )
-    Console(soft_wrap=True, highlight=False).print(table)
+    plain_console().print(table)
 
 
 def _split(text: str) -> list[str]:

@@ -14,6 +14,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from app.build import served_rules
 from app.commands.options import settings_command
@@ -21,6 +22,7 @@ from app.local_ray import local_ray, prepare_environment
 from app.local_service import LocalService
 from app.memory_page import describe
 from app.model_entries import absolute_model
+from app.plain_console import plain_console
 from app.preflight import PreflightProcess
 from app.running_service import recorded
 from app.settings import Settings
@@ -53,7 +55,7 @@ def _serve(
       coterie serve ./demo_model --also coder=ORG/CODER
     """
     started = time.monotonic()
-    console = Console(highlight=False, soft_wrap=True)
+    console = plain_console()
     signal.signal(signal.SIGTERM, _interrupt)
     entries = loaded.settings.entries()
     # Before anything starts; groups of one model share its folder.
@@ -67,7 +69,7 @@ def _serve(
             "the model (see docs/operations.md)"
         )
     prepare_environment(settings.serving.max_body_bytes)
-    with console.status(f"checking {', '.join(map(str, dict.fromkeys(folders)))}"):
+    with console.status(Text(f"checking {', '.join(map(str, dict.fromkeys(folders)))}")):
         check = PreflightProcess(settings, folders)
         import ray  # noqa: F401  # takes seconds, so beside the check
 
@@ -83,11 +85,11 @@ def _serve(
             service.await_ready(READY_LIMIT_S)
             status.stop()
             for why in broken:
-                console.print(f"warning: {why}", markup=False)
+                console.print(f"warning: {why}")
             console.print(f"ready after {time.monotonic() - started:.0f} s. Try:\n")
             name = service.ready_model() or settings.model_name()
             line = example(service.url, name, Access(settings.serving).needs_key)
-            console.print(line, end="\n\n", markup=False)
+            console.print(line, end="\n\n")
             with recorded(running.address, service.url):
                 _watch(console, service)
             console.print("stopping: running requests may end, new ones are refused")
@@ -100,7 +102,7 @@ def _watch(console: Console, service: LocalService) -> None:
     console.print("Ctrl-C stops.")
     try:
         for change in service.changes():
-            console.print(change, markup=False)
+            console.print(change)
     except KeyboardInterrupt:
         return
 

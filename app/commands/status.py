@@ -61,9 +61,11 @@ def _lines(details: dict[str, Any], indent: str = "") -> Iterator[str]:
                 yield f"{indent}{name}: {value}"
             continue
         for part, says in value.items():
-            state = "ready" if says["ready"] else "not ready"
+            if not isinstance(says, dict):
+                continue  # whoever answers there is no service of ours
+            state = "ready" if says.get("ready") else "not ready"
             why = f", {says['reason']}" if "reason" in says else ""
-            of = f"{says['ready_replicas']} of {says['replicas']} replicas ready"
+            of = f"{says.get('ready_replicas')} of {says.get('replicas')} replicas ready"
             yield f"{indent}{name[:-1]} {part or 'without a name'}: {state}, {of}{why}"
             yield from _lines({"groups": says.get("groups", {})}, f"{indent}  ")
 
@@ -84,12 +86,14 @@ def read_status(url: str) -> dict[str, Any]:
     alive, _ = get_json(f"{base}/health")
     ready, details = get_json(f"{base}/ready")
     code, models = get_json(f"{base}/v1/models")
-    listed = models.get("data", []) if isinstance(models, dict) else []
+    listed = models.get("data") if isinstance(models, dict) else None
+    cards = listed if isinstance(listed, list) else []
+    names = [card["id"] for card in cards if isinstance(card, dict) and "id" in card]
     return {
         "url": base,
         "alive": alive == 200,
         "ready": ready == 200,
-        "models": [model["id"] for model in listed],
+        "models": [str(name) for name in names],
         "needs_key": code == 401,
         "details": details if isinstance(details, dict) else {},
     }

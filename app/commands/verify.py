@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
+from app.plain_console import plain_console
 from core.config_model import format_bytes
 from expert_pool.model_location import locate
 
@@ -61,7 +62,7 @@ def verify(
 def _compare(index: CheckpointIndex, show: bool) -> list[LayerParity]:
     from engine.parity import check_parity
 
-    console = Console(highlight=False)
+    console = plain_console()
     layers: list[LayerParity] = []
 
     def note(layer: LayerParity) -> None:
@@ -89,7 +90,7 @@ def _read_all(index: CheckpointIndex) -> VerifyReport:
 
 def _print(index: CheckpointIndex, report: VerifyReport) -> None:
     shape = index.shape
-    console = Console(highlight=False)
+    console = plain_console()
     console.print(
         f"{shape.model_type}: {len(shape.moe_layers)} MoE layers, {report.experts} experts, "
         f"{report.tensors} backbone tensors in {len(index.files)} files"

@@ -1,9 +1,10 @@
 """Compiles the native expert kernels: `python -m expert_pool.kernels.build`.
 
-Plain C++ without torch's or Python's headers: any compiler that takes GCC's options, in a few
-seconds. `make install` runs it with --optional, where a missing compiler is no error: experts are
-then computed by torch. The library lies in the environment, named after what it was made from, so
-that one of other sources is never loaded. $CXX names another compiler.
+Plain C++ without torch's or Python's headers: any compiler that takes GCC's options, in seconds.
+`make install` runs it with --optional, where a missing compiler is no error: experts are then
+computed by torch. Without --optional, what is there is compiled again. The library lies in the
+environment, named after what it was made from, so that one of other sources is never loaded. $CXX
+names another compiler.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ _X86_FLAGS = {
         *("-mavx2", "-mfma"),
     ),
 }
+_NEWEST = "avx512_bf16.cpp"
+"""What older compilers do not know; compiled before what refers to it."""
 _TIMEOUT_S = 300
 
 
@@ -50,9 +53,12 @@ class BuildError(CoterieError):
 
 def fingerprint() -> str:
     """Names the sources, flags and kind of processor that a library is made from."""
+    if not SOURCES.is_dir():
+        raise FileNotFoundError(f"no folder {SOURCES}")
     digest = hashlib.sha256(platform.machine().encode())
     digest.update(repr((_FLAGS, sorted(_X86_FLAGS.items()))).encode())
-    for path in sorted(SOURCES.iterdir()):
+    # Nothing that an editor leaves beside them.
+    for path in sorted((*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp"))):
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 
@@ -69,7 +75,11 @@ def library_path() -> Path:
 
 def compiler() -> list[str]:
     """The command of a C++ compiler. Raises BuildError where there is none."""
-    named = shlex.split(os.environ.get("CXX", ""))
+    value = os.environ.get("CXX", "")
+    try:
+        named = shlex.split(value)
+    except ValueError as error:
+        raise BuildError(f"expected a command in $CXX, found {value!r}: {error}") from error
     for command in [named] if named else [[name] for name in _COMPILERS]:
         if shutil.which(command[0]):
             return command
@@ -79,31 +89,43 @@ def compiler() -> list[str]:
     )
 
 
-def build() -> Path:
-    """Compiles what is not compiled yet and returns the library. Raises BuildError."""
-    target = library_path()
-    if target.is_file():
-        return target
-    command = compiler()
+def build(again: bool = False) -> Path:
+    """Compiles what is not compiled yet, or is to be again, and returns the library.
+
+    Raises BuildError, and leaves a library that is there.
+    """
     try:
+        target = library_path()
+        if target.is_file() and not again:
+            return target
+        command = compiler()
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".build-", dir=target.parent) as made_in:
             made = _compile(command, Path(made_in))
             # At once: a server that starts meanwhile finds all of it or nothing.
             os.replace(made, target)
     except OSError as error:
-        raise BuildError(f"cannot write the kernels to {target.parent}: {error}") from error
+        raise BuildError(f"cannot write the kernels to {folder()}: {error}") from error
     return target
 
 
 def _compile(command: list[str], folder: Path) -> Path:
     machine_flags = _X86_FLAGS if platform.machine() in ("x86_64", "AMD64") else {}
-    objects = []
+    objects: list[str] = []
+    missing: list[str] = []
     for source in sorted(SOURCES.glob("*.cpp")):
         made = folder / f"{source.stem}.o"
         flags = [*_FLAGS, *machine_flags.get(source.name, ())]
-        _run([*command, *flags, "-c", str(source), "-o", str(made)])
-        objects.append(str(made))
+        try:
+            _run([*command, *flags, *missing, "-c", str(source), "-o", str(made)])
+        except BuildError:
+            if source.name != _NEWEST:
+                raise
+            # Before GCC 10 and Clang 9 nobody knew these instructions.
+            missing.append("-DCOTERIE_NO_AVX512_BF16")
+            print(f"{shlex.join(command)} knows no AVX512_BF16: going without", file=sys.stderr)
+        else:
+            objects.append(str(made))
     library = folder / "kernels.so"
     _run([*command, "-shared", *objects, "-o", str(library), "-lm"])
     return library
@@ -112,7 +134,12 @@ def _compile(command: list[str], folder: Path) -> Path:
 def _run(command: list[str]) -> None:
     try:
         result = subprocess.run(
-            command, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+            timeout=_TIMEOUT_S,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"{shlex.join(command)}: {error}") from error
@@ -126,7 +153,8 @@ def main() -> None:
     parser.add_argument("--optional", action="store_true", help="succeed where it cannot be built")
     options = parser.parse_args()
     try:
-        print(f"expert kernels: {build()}")
+        # Who asks for them wants them now: perhaps a better compiler came, or a file went bad.
+        print(f"expert kernels: {build(again=not options.optional)}")
     except BuildError as error:
         print(f"expert kernels not built, torch computes instead: {error}", file=sys.stderr)
         sys.exit(0 if options.optional else 1)

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from core.errors import SettingsError
+from core.errors import BudgetError, SettingsError
+from expert_pool.kernels.activation import activation_of
 from expert_pool.kernels.build import BuildError
-from expert_pool.kernels.layer_kernel import LayerKernel, activation_of, unsupported
+from expert_pool.kernels.layer_kernel import LayerKernel, unsupported
 from expert_pool.kernels.library import NativeKernels, open_kernels
 from expert_pool.kernels.linear import linear_layers, use_native_linears, use_torch_linears
 from expert_pool.kernels.measure import linear_table, row_table
@@ -19,9 +20,12 @@ from expert_pool.kernels.row_table import ALWAYS, RowTable
 from expert_pool.kernels.shared_object import BEST
 
 if TYPE_CHECKING:
+    from expert_pool.checkpoint_index import LayerSpec
     from expert_pool.pool import ExpertPool
 
 _ATTRIBUTE = "_coterie_kernel"
+_NO_MEMORY = (BudgetError, MemoryError, RuntimeError)
+"""What a measurement ends with that finds none; torch's allocator raises the last."""
 _log = logging.getLogger(__name__)
 
 
@@ -57,21 +61,46 @@ def choose_kernels(pool: ExpertPool, model: torch.nn.Module) -> None:
     """
     kernels = _open(pool)
     _choose_for_linears(pool, model, kernels)
+    reasons = {}
     for layer in pool.index.layers:
         module: Any = model.get_submodule(layer.module_name)
-        choice = None
+        choice: LayerChoice | None = None
         if kernels is not None:
-            reason = unsupported(module, layer.params)
-            if reason is None:
-                activation = activation_of(module) or 0
-                arena = pool.residency.arena(layer.ordinal)
-                table = ALWAYS
-                if pool.settings.kernel == "auto":
-                    table = row_table(kernels, layer, module, activation)
-                choice = LayerChoice(LayerKernel(kernels, arena, layer.params, activation), table)
+            found = _layer_choice(pool, kernels, layer, module)
+            if isinstance(found, LayerChoice):
+                choice = found
             else:
-                _log.info("%s is computed by torch: %s", layer.module_name, reason)
+                reasons[layer.module_name] = found
         object.__setattr__(module, _ATTRIBUTE, choice)
+    for name, reason in reasons.items():
+        _log.info("%s is computed by torch: %s", name, reason)
+    wanted = pool.settings.kernel
+    if wanted not in ("auto", "torch") and len(reasons) == len(pool.index.layers):
+        # Not an error: a group of machines may share its settings.
+        _log.warning(
+            "pool.kernel is %r, but torch computes all experts: %s",
+            wanted,
+            next(iter(reasons.values()), ""),
+        )
+
+
+def _layer_choice(
+    pool: ExpertPool, kernels: NativeKernels, layer: LayerSpec, module: Any
+) -> LayerChoice | str:
+    """A layer's kernel, or why it has none."""
+    activation = activation_of(module)
+    reason = unsupported(module, layer.params, activation)
+    if reason is not None or activation is None:
+        return str(reason)
+    table = ALWAYS
+    if pool.settings.kernel == "auto":
+        try:
+            table = row_table(kernels, layer, module, activation)
+        except _NO_MEMORY as error:
+            return f"it could not be measured: {error}"
+    arena = pool.residency.arena(layer.ordinal)
+    kernel = LayerKernel(kernels, arena, layer.params, activation, bool(module.is_transposed))
+    return LayerChoice(kernel, table)
 
 
 def _choose_for_linears(
@@ -83,12 +112,23 @@ def _choose_for_linears(
     layers = linear_layers(model)
     if layers:
         auto = pool.settings.kernel == "auto"
-        use_native_linears(model, kernels, linear_table(kernels, layers) if auto else ALWAYS)
+        try:
+            table = linear_table(kernels, layers) if auto else ALWAYS
+        except _NO_MEMORY as error:
+            _log.info("linear layers are computed by torch: not measured: %s", error)
+            return
+        use_native_linears(model, kernels, table)
 
 
 def _open(pool: ExpertPool) -> NativeKernels | None:
     wanted = pool.settings.kernel
-    if wanted == "torch" or pool.device.type != "cpu":
+    if wanted != "torch" and pool.device.type != "cpu":
+        if wanted != "auto":
+            _log.warning(
+                "pool.kernel is %r, which is of CPUs: experts are on %s", wanted, pool.device
+            )
+        return None
+    if wanted == "torch":
         return None
     try:
         return open_kernels(BEST if wanted == "auto" else wanted)

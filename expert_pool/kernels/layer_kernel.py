@@ -7,13 +7,13 @@ every batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch.nn import functional
 
+from expert_pool.kernels.activation import Activation
 from expert_pool.kernels.library import NativeCall, NativeKernels, NativeLayer
 from expert_pool.slots import SlotArena
 from expert_pool.tables import IntArray
@@ -22,45 +22,31 @@ if TYPE_CHECKING:
     from expert_pool.checkpoint_index import ParamSpec
     from expert_pool.grouped_linear import ExpertGroup
 
-_ACTIVATIONS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
-    functional.silu,
-    lambda x: functional.gelu(x, approximate="tanh"),
-    functional.gelu,
-    functional.relu,
-    lambda x: functional.relu(x).square(),
-)
-"""In the order of `enum Activation` of native/experts.h."""
 
-
-def unsupported(module: Any, params: Sequence[ParamSpec]) -> str | None:
-    """Why a layer with the experts module `module` cannot be computed natively; None if it can."""
+def unsupported(
+    module: Any, params: Sequence[ParamSpec], activation: Activation | None
+) -> str | None:
+    """Why experts of `module`, with that activation, cannot be computed; None if they can."""
     if {param.dtype for param in params} != {"bfloat16"}:
         return "its experts are not in bfloat16"
-    if module.is_transposed:
-        return "its weights are stored transposed"
     if module.has_post_expert_norm:
         return "it normalises each expert's output"
-    if activation_of(module) is None:
-        return "its activation is not one of SiLU, GELU, ReLU, squared ReLU"
+    if activation is None:
+        return "its activation is not one of SiLU, GELU, ReLU, squared ReLU, clamped SwiGLU"
+    shapes = {param.name: param.shape for param in params}
+    up, down = shapes.get(up_name(shapes)), shapes.get("down_proj")
+    if bool(module.has_gate) != ("gate_up_proj" in shapes) or up is None or down is None:
+        return f"its parameters are {', '.join(sorted(shapes))}"
+    if module.is_transposed:
+        up, down = up[::-1], down[::-1]
+    if len(down) != 2 or up != ((1 + bool(module.has_gate)) * down[1], down[0]):
+        return f"its projections are {up} and {down}"
     return None
 
 
-def activation_of(module: Any) -> int | None:
-    """The number of the module's activation, found by what it does; None for any other.
-
-    With a gate: whether its gating is that activation of the first half times the second one.
-    """
-    probe = torch.linspace(-20, 20, 1001)
-    other = torch.linspace(-3, 5, 1001)
-    for number, activation in enumerate(_ACTIVATIONS):
-        if module.has_gate:
-            found = module._apply_gate(torch.cat((probe, other)).unsqueeze(0))
-            expected = (activation(probe) * other).unsqueeze(0)
-        else:
-            found, expected = module.act_fn(probe), activation(probe)
-        if found.shape == expected.shape and torch.allclose(found, expected, 1e-5, 1e-5):
-            return number
-    return None
+def up_name(names: Container[str]) -> str:
+    """What the first projection is called."""
+    return "gate_up_proj" if "gate_up_proj" in names else "up_proj"
 
 
 class LayerKernel:
@@ -71,25 +57,31 @@ class LayerKernel:
         kernels: NativeKernels,
         arena: SlotArena,
         params: Sequence[ParamSpec],
-        activation: int,
+        activation: Activation,
+        is_transposed: bool = False,
     ) -> None:
-        """`params` are a slot's, bf16 and not transposed; see `unsupported`."""
+        """`params` are a slot's, `[in, out]` if transposed, else `[out, in]`; see `unsupported`."""
         self._kernels = kernels
         by_name = {param.name: param for param in params}
-        gated = "gate_up_proj" in by_name
-        up = "gate_up_proj" if gated else "up_proj"
+        up = up_name(by_name)
         hidden, inner = by_name["down_proj"].shape
+        if is_transposed:
+            hidden, inner = inner, hidden
 
         def offset(name: str) -> int:
             return by_name[name].slot_offset if name in by_name else -1
 
-        self._inner = inner
+        self._hidden, self._inner = hidden, inner
         self._arena = arena  # its memory is what the address below points to
         self._layer = NativeLayer(
             hidden=hidden,
             inner=inner,
-            gated=int(gated),
-            activation=activation,
+            gated=int(up == "gate_up_proj"),
+            activation=activation.number,
+            transposed=int(is_transposed),
+            interleaved=int(activation.is_interleaved),
+            alpha=activation.alpha,
+            limit=activation.limit,
             arena=arena.slot(0).data_ptr(),
             slot_bytes=arena.slot_bytes,
             up=offset(up),
@@ -109,12 +101,14 @@ class LayerKernel:
         """Rows of `hidden` `[T, H]`, not yet weighted, through the experts that chose them.
 
         `pairs` are the group's (row * top_k + choice), one expert after another. They come out in
-        the same order, `[S, H]`, or at their places in `by_pair`, `[T * K, H]`.
+        the same order, `[S, H]`, or at their places in `by_pair`, `[T * K, H]`. Raises ValueError
+        where the numbers of rows and pairs do not fit: the kernels believe them.
         """
         hidden = hidden.contiguous()
         pairs = np.ascontiguousarray(pairs, dtype=np.int64)
         slots = np.ascontiguousarray(group.slots, dtype=np.int64)
         counts = np.ascontiguousarray(group.counts, dtype=np.int64)
+        self._check(group, hidden, pairs, top_k, by_pair)
         scratch = hidden.new_empty((pairs.size, self._inner))
         out = by_pair
         if out is None:
@@ -135,6 +129,37 @@ class LayerKernel:
             ),
         )
         return out
+
+    def _check(
+        self,
+        group: ExpertGroup,
+        hidden: torch.Tensor,
+        pairs: IntArray,
+        top_k: int,
+        by_pair: torch.Tensor | None,
+    ) -> None:
+        room = hidden.shape[0] * top_k
+        good = (
+            group.arena is self._arena
+            and hidden.shape[1:] == (self._hidden,)
+            and hidden.dtype == torch.bfloat16
+            and int(group.counts.sum()) == pairs.size
+            and (not pairs.size or (pairs.min() >= 0 and pairs.max() < room))
+            and (
+                not group.slots.size
+                or (group.slots.min() >= 0 and group.slots.max() < self._arena.capacity)
+            )
+            and (
+                by_pair is None
+                or (by_pair.shape == (room, self._hidden) and by_pair.is_contiguous())
+            )
+        )
+        if not good:
+            raise ValueError(
+                f"expected bf16 rows of {self._hidden} values, their pairs and slots of this "
+                f"layer, found {list(hidden.shape)} {hidden.dtype}, {pairs.size} pairs for "
+                f"{group.counts.sum()} rows, slots {group.slots.tolist()}"
+            )
 
     def combine(self, by_pair: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """`[T * K, H]` and the router's weights `[T, K]` to their weighted sums `[T, H]`."""

@@ -11,6 +11,7 @@ import torch
 from expert_pool.kernels.shared_object import BEST, find_kernels, load_library
 
 _int64, _address = ctypes.c_int64, ctypes.c_void_p
+_NO_MEMORY = 1
 
 
 class NativeLayer(ctypes.Structure):
@@ -21,6 +22,10 @@ class NativeLayer(ctypes.Structure):
         ("inner", _int64),
         ("gated", _int64),
         ("activation", _int64),
+        ("transposed", _int64),
+        ("interleaved", _int64),
+        ("alpha", ctypes.c_float),
+        ("limit", ctypes.c_float),
         ("arena", _address),
         ("slot_bytes", _int64),
         ("up", _int64),
@@ -57,40 +62,51 @@ class NativeKernels:
         self._experts.restype = ctypes.c_int32
         self._combine = library.coterie_combine
         self._combine.argtypes = [*[_address] * 5, *[_int64] * 4]
-        self._combine.restype = None
+        self._combine.restype = ctypes.c_int32
         self._linear = library.coterie_linear
         self._linear.argtypes = [*[_address] * 6, *[_int64] * 4]
-        self._linear.restype = None
+        self._linear.restype = ctypes.c_int32
         self.name: str = library.coterie_kernels_name(address).decode()
         """The instruction set: "avx512_bf16", "avx2" or "generic"."""
         self._parallel_for = _torch_parallel_for()
 
     def experts(self, layer: NativeLayer, call: NativeCall) -> None:
         """The experts of a call. What the call points to must outlive it."""
-        failed = self._experts(
-            self._kernels, self._parallel_for, ctypes.byref(layer), ctypes.byref(call)
+        _check(
+            self._experts(
+                self._kernels, self._parallel_for, ctypes.byref(layer), ctypes.byref(call)
+            )
         )
-        if failed:
-            raise MemoryError("no memory for the experts' work list")
 
     def linear(
         self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """`[..., in]` times `[out, in]`, plus `[out]`: all bf16, sums in float32, rounded once."""
-        rows = rows.contiguous()
+        """`[..., in]` times `[out, in]`, plus `[out]`: all bf16, sums in float32, rounded once.
+
+        The weight and bias are contiguous. Raises ValueError where shapes do not fit.
+        """
         width, depth = weight.shape
+        if rows.shape[-1] != depth or not depth or not (bias is None or bias.shape == (width,)):
+            raise ValueError(
+                f"expected rows [..., {depth}] and a bias [{width}] for a weight [{width}, "
+                f"{depth}], found rows {list(rows.shape)}"
+                + ("" if bias is None else f" and a bias {list(bias.shape)}")
+            )
+        rows = rows.contiguous()
         out = rows.new_empty((*rows.shape[:-1], width))
-        self._linear(
-            self._kernels,
-            self._parallel_for,
-            rows.data_ptr(),
-            weight.data_ptr(),
-            None if bias is None else bias.data_ptr(),
-            out.data_ptr(),
-            rows.numel() // depth,
-            depth,
-            width,
-            torch.get_num_threads(),
+        _check(
+            self._linear(
+                self._kernels,
+                self._parallel_for,
+                rows.data_ptr(),
+                weight.data_ptr(),
+                None if bias is None else bias.data_ptr(),
+                out.data_ptr(),
+                rows.numel() // depth,
+                depth,
+                width,
+                torch.get_num_threads(),
+            )
         )
         return out
 
@@ -100,21 +116,33 @@ class NativeKernels:
         Sums are made in float32, in router order, and rounded once.
         """
         rows, top_k = weights.shape
+        if by_pair.shape[0] != rows * top_k:
+            raise ValueError(f"expected {rows * top_k} pairs, found {by_pair.shape[0]}")
+        by_pair = by_pair.contiguous()
         # Exact from bf16; finer weights than float32 there are none.
         weights = weights.to(torch.float32).contiguous()
         out = by_pair.new_empty((rows, by_pair.shape[-1]))
-        self._combine(
-            self._kernels,
-            self._parallel_for,
-            by_pair.data_ptr(),
-            weights.data_ptr(),
-            out.data_ptr(),
-            rows,
-            out.shape[-1],
-            top_k,
-            torch.get_num_threads(),
+        _check(
+            self._combine(
+                self._kernels,
+                self._parallel_for,
+                by_pair.data_ptr(),
+                weights.data_ptr(),
+                out.data_ptr(),
+                rows,
+                out.shape[-1],
+                top_k,
+                torch.get_num_threads(),
+            )
         )
         return out
+
+
+def _check(failed: int) -> None:
+    if failed == _NO_MEMORY:
+        raise MemoryError("no memory for the experts' work list")
+    if failed:
+        raise RuntimeError("torch's threads failed; expected torch_parallel_for to return 0")
 
 
 @functools.cache

@@ -22,12 +22,16 @@ def linear_layers(model: torch.nn.Module) -> list[torch.nn.Linear]:
         module
         for module in model.modules()
         # Not its subclasses: they may do anything.
-        if type(module) is torch.nn.Linear
-        and module.weight.dtype == torch.bfloat16
-        and module.weight.device.type == "cpu"
-        and module.weight.is_contiguous()
-        and (module.bias is None or module.bias.dtype == torch.bfloat16)
+        if type(module) is torch.nn.Linear and module.weight.numel() and _can_compute(module)
     ]
+
+
+def _can_compute(module: torch.nn.Linear) -> bool:
+    return all(
+        values.dtype == torch.bfloat16 and values.device.type == "cpu" and values.is_contiguous()
+        for values in (module.weight, module.bias)
+        if values is not None
+    )
 
 
 def use_native_linears(model: torch.nn.Module, kernels: NativeKernels, table: RowTable) -> None:
@@ -50,6 +54,22 @@ def native_linear(
 ) -> torch.Tensor:
     """What `module(rows)` is, within rounding."""
     count = rows.numel() // max(1, rows.shape[-1])
-    if not table.is_native(count, 1) or rows.dtype != torch.bfloat16 or not count:
+    if (
+        not count
+        or not table.is_native(count, 1)
+        or rows.dtype != torch.bfloat16
+        or rows.device.type != "cpu"
+        or rows.shape[-1] != module.in_features  # torch says what is wrong
+        or not _can_compute(module)  # parameters may have been exchanged or moved
+        or _wants_gradients(rows, module)
+    ):
         return functional.linear(rows, module.weight, module.bias)
     return kernels.linear(rows, module.weight, module.bias)
+
+
+def _wants_gradients(rows: torch.Tensor, module: torch.nn.Linear) -> bool:
+    return torch.is_grad_enabled() and (
+        rows.requires_grad
+        or module.weight.requires_grad
+        or (module.bias is not None and module.bias.requires_grad)
+    )

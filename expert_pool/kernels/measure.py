@@ -7,6 +7,7 @@ import platform
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,26 +18,43 @@ from core.model_shape import PARAM_ALIGN_BYTES, SLOT_ALIGN_BYTES, align_up
 from expert_pool.checkpoint_index import LayerSpec, ParamSpec
 from expert_pool.grouped_linear import ExpertGroup
 from expert_pool.host_memory import available_bytes
+from expert_pool.kernels.activation import Activation
 from expert_pool.kernels.build import fingerprint
+from expert_pool.kernels.kept_table import table_for
 from expert_pool.kernels.layer_kernel import LayerKernel
 from expert_pool.kernels.library import NativeKernels
-from expert_pool.kernels.row_table import RowTable, measured_table, table_for
+from expert_pool.kernels.row_table import RowTable, measured_table
 from expert_pool.slots import SlotArena
 
 _ARENA_BYTES = 64 * 1024**2
 _EXPERT_BYTES = 16 * 1024**2
 _LIMIT_S = 0.4
+"""Of this thread's own time, so that other programs do not cut it short."""
+_WALL_LIMIT_S = 3.0
 _ROUNDS = 3
 
 
-def row_table(kernels: NativeKernels, layer: LayerSpec, module: Any, activation: int) -> RowTable:
-    """The table of this machine for layers of this shape, measured in under a second if unknown."""
+def row_table(
+    kernels: NativeKernels, layer: LayerSpec, module: Any, activation: Activation
+) -> RowTable:
+    """The table of this machine for layers of this shape, measured in about a second if unknown."""
     machine = {
         **_machine(kernels),
         "experts": [(param.name, list(param.shape)) for param in layer.params],
-        "activation": activation,
+        "activation": asdict(activation),
     }
     return table_for(machine, lambda: _Contest(kernels, layer, module, activation).table())
+
+
+class _Limit:
+    """Whether a measurement has taken long enough."""
+
+    def __init__(self) -> None:
+        self._began = time.thread_time(), time.monotonic()
+
+    def is_over(self) -> bool:
+        own, wall = self._began
+        return time.thread_time() - own > _LIMIT_S or time.monotonic() - wall > _WALL_LIMIT_S
 
 
 def linear_table(kernels: NativeKernels, layers: Sequence[torch.nn.Linear]) -> RowTable:
@@ -73,12 +91,15 @@ class _Contest:
     """A few experts of a layer's shape, narrower where they are huge, and rows for them."""
 
     def __init__(
-        self, kernels: NativeKernels, layer: LayerSpec, module: Any, activation: int
+        self, kernels: NativeKernels, layer: LayerSpec, module: Any, activation: Activation
     ) -> None:
         self._module = module
+        self._is_transposed = bool(module.is_transposed)
         hidden, inner = next(p.shape for p in layer.params if p.name == "down_proj")
+        if self._is_transposed:
+            hidden, inner = inner, hidden
         inner = min(inner, max(64, _EXPERT_BYTES // (6 * hidden) // 64 * 64))
-        params, slot_bytes = _narrowed(layer, hidden, inner)
+        params, slot_bytes = _narrowed(layer, hidden, inner, self._is_transposed)
         self._experts = int(np.clip(_spare_bytes() // slot_bytes, 2, 64))
         self._hidden = hidden
         self._arena = SlotArena(params, slot_bytes, self._experts, torch.device("cpu"))
@@ -87,13 +108,12 @@ class _Contest:
         one.copy_(torch.randn(one.numel(), generator=generator) * 0.02)
         for slot in range(1, self._experts):
             self._arena.slot(slot).copy_(self._arena.slot(0))
-        self._kernel = LayerKernel(kernels, self._arena, params, activation)
+        self._kernel = LayerKernel(kernels, self._arena, params, activation, self._is_transposed)
         self._generator = generator
 
     def table(self) -> RowTable:
         """Measured until torch wins or the time is over."""
-        began = time.monotonic()
-        return measured_table(self._seconds, lambda: time.monotonic() - began > _LIMIT_S)
+        return measured_table(self._seconds, _Limit().is_over)
 
     def _seconds(self, rows: int) -> tuple[float, float]:
         """Native and torch over all experts with `rows` rows each: the best of a few, in turn."""
@@ -117,9 +137,9 @@ class _Contest:
     def _torch(self, group: ExpertGroup, hidden: torch.Tensor, pairs: np.ndarray) -> None:
         module, order = self._module, torch.from_numpy(pairs)
         name = "gate_up_proj" if module.has_gate else "up_proj"
-        up = group.linear(hidden.index_select(0, order), name, False)
+        up = group.linear(hidden.index_select(0, order), name, self._is_transposed)
         inner = group.activate(module._apply_gate if module.has_gate else module.act_fn, up)
-        out = group.linear(inner, "down_proj", False) * torch.ones((pairs.size, 1))
+        out = group.linear(inner, "down_proj", self._is_transposed) * torch.ones((pairs.size, 1))
         out.index_select(0, order).view(pairs.size, 1, -1).sum(dim=1).to(hidden.dtype)
 
 
@@ -154,13 +174,14 @@ def _measured_linear(kernels: NativeKernels, shape: tuple[int, ...]) -> RowTable
                 best[at] = min(best[at], time.perf_counter() - began)
         return best[0], best[1]
 
-    began = time.monotonic()
-    return measured_table(seconds, lambda: time.monotonic() - began > _LIMIT_S)
+    return measured_table(seconds, _Limit().is_over)
 
 
-def _narrowed(layer: LayerSpec, hidden: int, inner: int) -> tuple[list[ParamSpec], int]:
+def _narrowed(
+    layer: LayerSpec, hidden: int, inner: int, is_transposed: bool
+) -> tuple[list[ParamSpec], int]:
     """A slot's parameters with the intermediate width `inner`, and its bytes."""
-    shapes = {
+    shapes: dict[str, tuple[int, ...]] = {
         "gate_up_proj": (2 * inner, hidden),
         "gate_up_proj_bias": (2 * inner,),
         "up_proj": (inner, hidden),
@@ -171,6 +192,8 @@ def _narrowed(layer: LayerSpec, hidden: int, inner: int) -> tuple[list[ParamSpec
     params, end = [], 0
     for param in layer.params:
         shape = shapes[param.name]
+        if is_transposed:
+            shape = shape[::-1]
         nbytes = 2 * math.prod(shape)
         params.append(ParamSpec(param.name, shape, param.dtype, end, nbytes))
         end = align_up(end + nbytes, PARAM_ALIGN_BYTES)

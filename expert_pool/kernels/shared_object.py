@@ -12,7 +12,10 @@ BEST = "native"
 
 def load_library() -> ctypes.CDLL:
     """The library of the present sources. Raises BuildError where there is none or it is broken."""
-    path = library_path()
+    try:
+        path = library_path()
+    except OSError as error:
+        raise BuildError(f"the sources of the native expert kernels are gone: {error}") from error
     if not path.is_file():
         raise BuildError(
             "the native expert kernels are not built, or from other sources than these: "
@@ -20,13 +23,19 @@ def load_library() -> ctypes.CDLL:
         )
     try:
         library = ctypes.CDLL(str(path))
-    except OSError as error:
-        raise BuildError(f"the native expert kernels do not load: {error}") from error
+        _declare(library)
+    except (OSError, AttributeError) as error:
+        raise BuildError(
+            f"the native expert kernels do not load: {error}; run make kernels"
+        ) from error
+    return library
+
+
+def _declare(library: ctypes.CDLL) -> None:
     library.coterie_kernels.argtypes = [ctypes.c_char_p]
     library.coterie_kernels.restype = ctypes.c_void_p
     library.coterie_kernels_name.argtypes = [ctypes.c_void_p]
     library.coterie_kernels_name.restype = ctypes.c_char_p
-    return library
 
 
 def find_kernels(library: ctypes.CDLL, name: str) -> int:

@@ -161,6 +161,12 @@ def test_config_show_prints_entries(run, tmp_path):
     assert code == 2 and "--also takes NAME=MODEL" in err
 
 
+@pytest.mark.parametrize("name", ["x[/y]", "x[red]y", "x:rocket:"])
+def test_config_show_shows_odd_names_as_they_are(run, name):
+    code, out, _ = run("config", "show", "m", "--also", f"{name}=c")
+    assert code == 0 and name in out
+
+
 def test_config_show_needs_no_model(run):
     code, out, _ = run("config", "show", "--json")
     assert code == 0

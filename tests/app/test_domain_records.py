@@ -23,6 +23,7 @@ def refusal(path: Path, text: str | bytes) -> str:
     [
         ("not json", "expected a JSON object"),
         ("[1]", "expected a JSON object"),
+        ("[" * 100_000, "recursion"),
         ('"text"', "expected a JSON object"),
         ('{"label": "a"}', 'expected "text" with at least one character, found None'),
         ('{"text": "  ", "label": "a"}', 'expected "text"'),
@@ -30,6 +31,7 @@ def refusal(path: Path, text: str | bytes) -> str:
         ('{"text": "x"}', 'expected a "label"'),
         ('{"text": "x", "label": "Two Words"}', "found 'Two Words'"),
         ('{"text": "x", "label": 3}', "found 3"),
+        (f'{{"text": "x", "label": "{"a" * 10_000}"}}', "found 'aaa"),
         ('{"text": "x", "label": "a", "group": [1]}', '"group"'),
         ('{"text": "x", "label": "a", "answer": 5}', '"answer"'),
         (b'{"text": "\xff", "label": "a"}', "expected a JSON object"),
@@ -43,6 +45,7 @@ def test_a_line_that_is_not_right_is_named_by_its_number(
     path = tmp_path / "x.jsonl"
     told = refusal(path, data)
     assert told.startswith(f"{path}:3: ") and said in told
+    assert len(told) < 300 + len(str(path))
 
 
 def test_all_faults_are_told_up_to_a_few(tmp_path: Path) -> None:

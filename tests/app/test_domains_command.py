@@ -138,6 +138,14 @@ def test_too_few_texts_are_refused(
     assert said in errors or "found none among" in errors
 
 
+def test_texts_of_one_origin_that_is_held_out_are_refused(run: Run, tmp_path: Path) -> None:
+    group = next(name for name in map(str, range(999)) if Record("", "", "", name).part == HELD_OUT)
+    made = [{**line, "group": group} for line in lines(20)]
+    path = write_lines(tmp_path / "x.jsonl", made)
+    code, _, errors = run("train", str(path), "--out", str(tmp_path / "w"))
+    assert code == 1 and "give texts of different origin different groups" in errors
+
+
 def test_weights_that_cannot_be_read_are_one_line(run: Run, data: Path, tmp_path: Path) -> None:
     code, _, errors = run("test", str(data), "--weights", str(tmp_path / "none"))
     assert code == 1 and errors.count("\n") == 1 and "No such file" in errors
@@ -215,7 +223,11 @@ def test_the_bundled_classifier_is_right_on_the_tenth_that_it_never_saw() -> Non
     assert first_300.accuracy >= 0.96 and first_100.accuracy >= 0.94
 
 
-def test_a_file_that_cannot_be_written_is_told(run: Run, data: Path, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_is_told_before_the_training(
+    run: Run, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(domain_training, "train", lambda *_: pytest.fail("it trained"))
     (tmp_path / "file").write_text("")
-    code, _, errors = run("train", str(data), "--out", str(tmp_path / "file" / "w.safetensors"))
-    assert code == 1 and "cannot be written" in errors
+    for out in (tmp_path / "file" / "w.safetensors", tmp_path):
+        code, _, errors = run("train", str(data), "--out", str(out))
+        assert code == 1 and "cannot be written" in errors

@@ -82,10 +82,38 @@ def test_a_model_that_cannot_start_is_told_and_the_others_are_waited_for(monkeyp
     states = [("UPDATING", "DEPLOY_FAILED"), ("HEALTHY", "DEPLOY_FAILED")]
     service, (said,) = deploy_with(monkeypatch, tmp_path, *states)
     assert said.startswith("coder is not served: a replica could not start: BudgetError")
-    half = {"models": {"m": {"ready": True}, "coder": {"ready": False}}}
+    half = {"ready": False, "models": {"m": {"ready": True}, "coder": {"ready": False}}}
     monkeypatch.setattr(local_service, "get_json", lambda url: (503, half))
     service.await_ready(0.0)
     assert service.ready_model() == "m"
+
+
+@pytest.mark.parametrize("several", [True, False])
+def test_a_group_that_cannot_start_leaves_the_others_serving(monkeypatch, tmp_path, several):
+    states = [("HEALTHY", "DEPLOY_FAILED")]
+    service, _ = deploy_with(monkeypatch, tmp_path, *states)
+    groups = {"large": {"ready": True}, "small": {"ready": False}}
+    said = {"ready": False, "groups": groups}
+    if several:
+        said = {"ready": False, "models": {"coder": {"ready": False}, "m": said}}
+    monkeypatch.setattr(local_service, "get_json", lambda url: (503, said))
+    service.await_ready(0.0)
+    assert service.ready_model() == "m"
+
+
+def test_each_group_that_stops_being_ready_is_told(monkeypatch, tmp_path):
+    def says(**ready):
+        groups = {name: {"ready": value} for name, value in ready.items()}
+        return 503, {"ready": False, "groups": groups}
+
+    service = LocalService(Settings(model="m"), tmp_path)
+    monkeypatch.setattr(local_service, "WATCH_S", 0.0)
+    now = iter([(200, {}), says(a=True, b=False), says(a=False, b=False), (200, {})])
+    monkeypatch.setattr(service, "_asked", lambda: next(now))
+    monkeypatch.setattr(service, "ready", lambda: (False, "details"))
+    changes = service.changes()
+    said = [next(changes).partition("\n")[0] for _ in range(3)]
+    assert said == ["not ready: details", "not ready: details", "ready again"]
 
 
 def test_nothing_is_served_where_no_model_could_start(monkeypatch, tmp_path):
@@ -96,7 +124,8 @@ def test_nothing_is_served_where_no_model_could_start(monkeypatch, tmp_path):
 def test_each_change_of_a_models_readiness_is_told_once(monkeypatch, tmp_path):
     def says(**ready):
         models = {name: {"ready": value} for name, value in ready.items()}
-        return (200 if all(ready.values()) else 503), {"models": models}
+        whole = all(ready.values())
+        return (200 if whole else 503), {"ready": whole, "models": models}
 
     answers = [
         says(m=True, coder=True),

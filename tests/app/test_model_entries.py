@@ -48,6 +48,7 @@ def test_an_entry_takes_from_the_first_model_what_it_does_not_set(tmp_path):
     assert origins["models.1.group"] == "coterie.yaml:13"
     assert origins["models.0.pool.expert_memory"] == "pool.expert_memory, coterie.yaml:4"
     assert origins["models.0.replicas"] == "default"
+    assert origins["models.0.pool.hot_set"] == "default", "it is not taken over"
     assert origins["rules.0.to_model"] == "coterie.yaml:18"
 
 
@@ -63,6 +64,13 @@ def test_each_group_is_served_with_its_own_replicas(tmp_path):
     assert (first.group, coder.group, small.group) == ("big", "", "small")
     assert (first.replicas, coder.replicas, small.replicas) == (1, 1, 2)
     assert coder.tool_parser == "hermes"
+
+
+def test_all_groups_of_a_model_write_alike(tmp_path):
+    text = TWO.replace("model: c\n", "model: c\n    tool_parser: hermes\n")
+    settings = from_yaml(tmp_path, text).settings
+    parsers = [settings.serving_of(entry).tool_parser for entry in settings.entries()]
+    assert parsers == ["auto", "hermes", "hermes"]
 
 
 def test_later_sources_change_fields_of_an_entry_and_replace_a_whole_list(tmp_path):
@@ -109,6 +117,7 @@ def test_the_files_on_the_page_are_right(tmp_path):
         ("models.name", 'are numbered, as in "models.0"'),
         ("models.N.name", 'are numbered, as in "models.0"'),
         ("models.00.name", 'are numbered, as in "models.0"'),
+        (f"models.{'9' * 5000}.name", 'are numbered, as in "models.0"'),
         ("models.0", "is a section: expected keys below it, such as name, model"),
         ("models", "is a list: expected entries with name, model"),
         ("rules.0.to_modl", 'nearest valid key is "rules.0.to_model"'),
@@ -141,6 +150,20 @@ def test_a_wrong_key_within_an_entry_is_told_with_its_number(key, said):
         ("[{name: a, model: x, replicas: 1, min_replicas: 2}]", "min_replicas (2) is above"),
         ("[{name: a, model: x, group: a b}]", "models.0.group"),
         ("[{model: x}]", "models.0.name is not set"),
+        (f"[{{name: {'a' * 129}, model: x}}]", "models.0.name: expected at most 128 printable"),
+        ('[{name: "a\\nb", model: x}]', "models.0.name: expected at most 128 printable"),
+        ('[{name: " ", model: x}]', "models.0.name: expected at most 128 printable"),
+        ("[{name: m, group: b, tool_parser: none}]", "models.0.tool_parser: expected auto"),
+        (
+            "[{name: a, model: x}, {name: a, group: b, reasoning_parser: think}]",
+            "models.1.reasoning_parser: expected none",
+        ),
+        (
+            "[{name: m, group: b, engine: {context_tokens: 64}}]",
+            "models.0.engine.context_tokens: expected None",
+        ),
+        ("[null]", '"models.0" is a section'),
+        ("[null, {name: a, model: x}]", '"models.0" is a section'),
         ("[{name: a, model: x, engine: {max_sequences: 600, max_step_tokens: 600}}]", "models.0:"),
         ("[{name: a, model: x, pool: {expert_memory: 3 apples}}]", "models.0.pool.expert_memory:"),
         ("[x]", '"models.0" is a section'),

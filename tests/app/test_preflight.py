@@ -1,6 +1,7 @@
 """What is checked before anything starts."""
 
 import pytest
+import torch
 
 from app.commands.serve import logical_cpus
 from app.memory_page import describe
@@ -136,6 +137,25 @@ def test_groups_of_a_model_share_its_host_tier(monkeypatch):
     monkeypatch.setattr(host_memory, "available_bytes", lambda: need - 1)
     with pytest.raises(BudgetError, match="host memory: need"):
         check_models(several(**half), [DEMO_MODEL] * 3)
+
+
+def test_each_replica_on_a_gpu_has_one_of_its_own(monkeypatch):
+    on_gpus = several(engine={"device": "cuda:0"}, pool={"host_memory": "off"})
+    have = {"bytes": 1 << 40, "gpus": 4}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (have["bytes"], 1 << 41))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: have["gpus"])
+    plans = check_models(on_gpus, [DEMO_MODEL] * 3)
+    assert "GPUs: 4, one for each replica" in describe(plans)
+    have["bytes"] = max(plan.need_bytes for plan in plans)
+    assert check_models(on_gpus, [DEMO_MODEL] * 3), "each fits, and they are not together"
+    have["bytes"] -= 1
+    with pytest.raises(BudgetError, match="memory of cuda:0: need"):
+        check_models(on_gpus, [DEMO_MODEL] * 3)
+    have["gpus"] = 3
+    said = rf"GPUs: need 4.*{DEMO_MODEL.name} 1, second 2, second \(small\) 1\), have 3"
+    with pytest.raises(BudgetError, match=said):
+        check_models(on_gpus, [DEMO_MODEL] * 3)
 
 
 def test_ray_is_told_of_cpus_enough_for_every_replica():

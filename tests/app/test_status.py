@@ -93,6 +93,15 @@ def test_a_stranger_at_the_port_is_not_ready(server):
     assert found["models"] == []
 
 
+def test_a_stranger_that_speaks_json_is_shown_as_far_as_it_goes(server, capsys):
+    server.answers["/ready"] = (503, {"models": {"a": 1, "b": {}}, "groups": [1]})
+    server.answers["/v1/models"] = (200, {"data": [1, {"name": "x"}, {"id": "y"}]})
+    with pytest.raises(typer.Exit):
+        status(server.url)
+    printed = capsys.readouterr().out
+    assert "models: y" in printed and "model b: not ready" in printed
+
+
 def test_nobody_there_is_an_error(server):
     server.shutdown()
     server.server_close()

@@ -120,12 +120,16 @@ def test_too_few_arrivals_are_refused():
 
 
 def test_the_dispatcher_misses_less_and_keeps_nobody_waiting():
-    # About a tenth more than what least-loaded replicas with full batches keep up with.
-    requests = paced(some_requests(600), 15.0)
-    _, least = simulate(requests, lambda clock: LeastLoaded(0), warm_up=0.4)
-    _, ours = simulate(requests, lambda clock: Experts(0, clock), warm_up=0.4)
-    assert ours.misses_per_token <= 0.85 * least.misses_per_token
-    assert ours.queue_s(95) <= 1.1 * least.queue_s(95)
+    misses, waits = np.zeros(2), np.zeros(2)
+    for seed in (0, 1):
+        # About a tenth more than what least-loaded replicas with full batches keep up with.
+        requests = paced(some_requests(600, seed), 15.0)
+        _, least = simulate(requests, lambda clock: LeastLoaded(0), warm_up=0.4)
+        _, ours = simulate(requests, lambda clock: Experts(0, clock), warm_up=0.4)
+        misses += least.misses_per_token, ours.misses_per_token
+        waits += least.queue_s(95), ours.queue_s(95)
+    assert misses[1] <= 0.85 * misses[0]
+    assert waits[1] <= 1.1 * waits[0]
 
 
 def test_grouping_asks_for_fewer_experts_at_the_same_wait():

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from core.errors import SettingsError
-from deployments.dispatch_rules import AUTO, UNKNOWN, DispatchRule, DispatchRules
+from deployments.dispatch_rules import AUTO, DispatchRule, DispatchRules
+from deployments.domain_settings import UNKNOWN
 
 DOMAINS = ("code", "law", "medicine")
 MODELS = {"demo": ("", "gpu2"), "coder": ("main", "gpu2", "spare"), "small": ("",)}

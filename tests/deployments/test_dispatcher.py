@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deployments.dispatch_cost import MISS_WEIGHT
 from deployments.dispatch_settings import DispatchSettings
 from deployments.dispatcher import (
     BY_COST,
@@ -82,7 +83,7 @@ def test_cost_is_in_seconds_and_grows_with_each_part() -> None:
 
     alone = cost(IDLE)
     # 100 tokens are usual: 0.5 ms a prompt token, and steps of one sequence with 0.4 misses.
-    assert alone == pytest.approx(200 * 0.0005 + 100 * (0.022 + 0.1 * 0.4))
+    assert alone == pytest.approx(200 * 0.0005 + 100 * (0.022 + MISS_WEIGHT * 0.1 * 0.4))
     assert cost(replace(IDLE, running=3)) > alone
     assert cost(replace(IDLE, prompt_tokens=4000)) == pytest.approx(alone + 2.0)
     assert cost(replace(IDLE, hit_rate=0.3)) > alone
@@ -110,7 +111,7 @@ def test_what_was_sent_counts_until_a_report_shows_it() -> None:
     chosen = Counter()
     for _ in range(20):
         name = made.choose(ASK, PAIR).replicas[0]
-        made.sent(name, ASK)
+        made.arrived(made.sent(name, ASK))
         chosen[name] += 1
     assert chosen == {"a": 10, "b": 10}
     # A report that came at once cannot show them; one that came later does.
@@ -127,6 +128,7 @@ def test_ended_requests_leave_their_place() -> None:
     for name in PAIR:
         made.report(name, IDLE)
     tickets = [made.sent("a", ASK) for _ in range(4)]
+    assert all(made.arrived(ticket) for ticket in tickets)
     clock.now_s += 1.0
     made.report("a", replace(IDLE, served_tokens=100_001, running=4))
     assert made.choose(ASK, PAIR).replicas[0] == "b"

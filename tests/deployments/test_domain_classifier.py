@@ -184,7 +184,10 @@ def with_nan(data: bytes) -> bytes:
         (lambda data: (4).to_bytes(8, "little") + b"[[]]" + data, "metadata"),
         (metadata(version="2"), "version 1, found .* of version '2'"),
         (metadata(format="another"), "found 'another'"),
-        (metadata(labels=None), "labels"),
+        (lambda data: (10**5).to_bytes(8, "little") + b"[" * 10**5, "recursion"),
+        (metadata(labels=None), "expected 'labels', found none"),
+        (metadata(labels="[" * 5000), "recursion"),
+        (metadata(labels=json.dumps(["x" * 9000] * 2)), "of a-z[^x]+x{,200}[.]"),
         (metadata(labels='["food", "code"]'), "sorted"),
         (metadata(labels='["code", "unknown"]'), "sorted, none"),
         (metadata(labels='["Code", "food"]'), "of a-z"),
@@ -192,6 +195,8 @@ def with_nan(data: bytes) -> bytes:
         (metadata(buckets="1000"), "power of two"),
         (metadata(buckets="8192"), r"\(3, 8192\), found float16 \(3, 4096\)"),
         (metadata(char_orders="[99]"), "orders from 1 to 8"),
+        (metadata(char_orders="[2.5]"), "expected whole numbers as char_orders"),
+        (metadata(word_orders='"12"'), "expected whole numbers as word_orders"),
         (metadata(hash_seed="x"), "invalid literal"),
         (metadata(temperature="nan"), "temperature"),
         (metadata(temperature="0"), "temperature"),
@@ -210,6 +215,12 @@ def test_a_file_that_is_not_right_is_refused_and_says_what_to_do(
     with pytest.raises(DomainWeightsError, match=said) as refused:
         DomainWeights.read(path)
     assert str(path) in str(refused.value) and "coterie domains train" in str(refused.value)
+
+
+@pytest.mark.parametrize("path", ["/dev/zero", "/", "/none", "/a\0b"])
+def test_what_is_no_file_is_refused_without_reading_it(path: str) -> None:
+    with pytest.raises(DomainWeightsError, match="coterie domains train"):
+        DomainWeights.read(Path(path))
 
 
 def test_a_file_that_is_set_is_read_before_anything_starts(tmp_path: Path) -> None:

@@ -138,6 +138,25 @@ def test_a_call_is_counted_from_the_choice_to_its_end() -> None:
     run(check())
 
 
+def test_a_call_is_in_no_report_that_was_made_before_a_replica_took_it() -> None:
+    async def check() -> None:
+        a, b = replica("a"), replica("b")
+        made = await router(a, b)
+        pending = ask("r0", parent="p0")
+        found = await made._choose_replica_for_request(pending)
+        await asyncio.sleep(0)
+        local = made._dispatcher._sent.of(found.name)
+        now_s = made._dispatcher._clock()
+        made._dispatcher._sent.reported(found.name, now_s + 0.1)
+        assert local.unseen == 1
+        made.on_request_routed(pending, found.replica_id, None)
+        made._dispatcher._sent.reported(found.name, now_s + 0.5)
+        assert local.unseen == 0 and local.open == 1
+        made.on_request_routed(pending, found.replica_id, None)
+
+    run(check())
+
+
 def test_a_burst_in_one_moment_gives_each_call_its_own_replica() -> None:
     """Two prompts of one HTTP request share Serve's request id, and neither may hang."""
 
@@ -321,6 +340,7 @@ def test_serve_has_what_the_adapter_holds_on_to() -> None:
     hooks = {
         "choose_replicas": ["candidate_replicas", "pending_request"],
         "update_replicas": ["replicas"],
+        "on_request_routed": ["pending_request", "replica_id", "result"],
         "on_request_completed": ["replica_id", "internal_request_id"],
         "_choose_replica_for_request": ["pending_request", "is_retry"],
     }
@@ -342,6 +362,8 @@ def test_serve_has_what_the_adapter_holds_on_to() -> None:
     assert isinstance(inspect.getattr_static(RunningReplica, "routing_stats"), property)
     ends = inspect.getsource(serve_router.AsyncioRouter._process_finished_request)
     assert "on_request_completed(" in ends, "each call that was sent is told to have ended"
+    sends = inspect.getsource(serve_router.AsyncioRouter)
+    assert "if queue_info.accepted:" in sends and ".on_request_routed(" in sends
 
 
 def test_the_router_is_what_serve_pickles() -> None:

@@ -145,6 +145,7 @@ def test_a_report_says_what_is_there_and_where_experts_lie() -> None:
     news.lost()
     gone = news.report([], ready=False)
     assert (gone.ready, gone.running, gone.domains) == (False, 0, {})
+    assert gone.served_tokens == 0, "the next rank begins empty: as new, and without prefixes"
 
 
 def test_an_idle_replica_says_the_same_again_with_the_same_time() -> None:

@@ -35,6 +35,7 @@ class Replicas:
         self.name = name
         self.fails = False
         self.asked: list[Generation] = []
+        self.stream_class: type[Stream] = Stream
         self.status = {"ready": 1.0, "pid": float(len(name))}
         self._info = RankInfo(
             pid=1,
@@ -47,7 +48,7 @@ class Replicas:
 
     def generate(self, generation: Generation) -> Stream:
         self.asked.append(generation)
-        return Stream(self)
+        return self.stream_class(self)
 
     async def info(self, timeout_s: float) -> RankInfo:
         return self._info
@@ -121,7 +122,7 @@ class Service:
         )
         self.gateway = Gateway(models, serving, threads, labeller=FixedLabels())
 
-    async def ask(self, model: str, prompt: str = "hello", **more: Any) -> dict[str, Any]:
+    async def ask(self, model: str, prompt: Any = "hello", **more: Any) -> dict[str, Any]:
         body = json.dumps({"model": model, "prompt": prompt, **more}).encode()
         answer = await self.gateway.completion(body, NOBODY)
         assert not isinstance(answer, EventStream)
@@ -187,7 +188,87 @@ def test_among_open_groups_the_less_loaded_one_is_taken(service: Service) -> Non
             stream.cancel()
             stream.cancel()
         groups = service.gateway.models_served.named("demo").groups
-        assert [group.load for group in groups.values()] == [0, 0, 0]
+        assert [group.load.prompts for group in groups.values()] == [0, 0, 0]
+
+    asyncio.run(run())
+
+
+def test_requests_that_come_together_are_spread_before_any_is_answered(service: Service) -> None:
+    async def run() -> None:
+        await asyncio.gather(*(service.ask("demo", ["a", "b"]) for _ in range(10)))
+        assert len(service.replicas["a"].asked) == len(service.replicas["c"].asked) == 10
+
+    asyncio.run(run())
+
+
+def test_long_first_answers_do_not_keep_a_group_from_its_share(service: Service) -> None:
+    async def run() -> None:
+        may_end = asyncio.Event()
+
+        class Long(Stream):
+            async def __anext__(self) -> Batch:
+                await may_end.wait()
+                return await super().__anext__()
+
+        for replicas in service.replicas.values():
+            replicas.stream_class = Long
+        calls = []
+        for number in range(1, 11):
+            calls.append(asyncio.create_task(service.ask("demo")))
+            while sum(len(replicas.asked) for replicas in service.replicas.values()) < number:
+                await asyncio.sleep(0)
+        assert len(service.replicas["a"].asked) == len(service.replicas["c"].asked) == 5
+        may_end.set()
+        await asyncio.gather(*calls)
+
+    asyncio.run(run())
+
+
+def test_what_fails_before_it_is_sent_is_under_way_no_more(service: Service) -> None:
+    async def run() -> None:
+        groups = service.gateway.models_served.named("demo").groups
+        with pytest.raises(RequestError):
+            await service.ask("demo", "a" * 3000)
+        call = asyncio.create_task(service.ask("demo"))
+        await asyncio.sleep(0)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert [group.load.prompts for group in groups.values()] == [0, 0, 0]
+
+    asyncio.run(run())
+
+
+def test_one_request_alone_waits_for_a_group_that_does_not_answer(service: Service) -> None:
+    async def run() -> None:
+        loading = asyncio.Event()
+
+        async def info(timeout_s: float) -> RankInfo:
+            await loading.wait()
+            raise EngineUnavailableError("still loading")
+
+        service.replicas["a"].info = info  # type: ignore[method-assign]
+        first = asyncio.create_task(service.place("demo"))
+        for seconds in (0.0, 6.0):
+            await asyncio.sleep(0)
+            service.now_s += seconds
+            assert {await service.place("demo") for _ in range(5)} == {("demo", "c")}
+        loading.set()
+        with pytest.raises(EngineUnavailableError):
+            await first
+
+    asyncio.run(run())
+
+
+def test_a_group_whose_streams_break_is_left_alone_like_one_that_fails(service: Service) -> None:
+    async def run() -> None:
+        body = b'{"model": "demo", "prompt": "cook it", "stream": true}'
+        stream = await service.gateway.completion(body, NOBODY)
+        assert isinstance(stream, EventStream)
+        service.replicas["a"].fails = True
+        assert b"error" in [event async for event in stream.events][-1]
+        stream.cancel()
+        assert {await service.place("demo") for _ in range(3)} == {("demo", "c")}
 
     asyncio.run(run())
 
@@ -208,9 +289,9 @@ def test_a_group_that_fails_is_left_alone_for_a_while(service: Service) -> None:
 def test_limits_are_those_of_the_model_that_answers(service: Service) -> None:
     async def run() -> None:
         prompt = [65] * 60
-        await service.ask("demo", max_tokens=10, prompt=prompt)  # type: ignore[arg-type]
+        await service.ask("demo", max_tokens=10, prompt=prompt)
         with pytest.raises(RequestError, match="50 tokens"):
-            await service.ask("coder", max_tokens=10, prompt=prompt)  # type: ignore[arg-type]
+            await service.ask("coder", max_tokens=10, prompt=prompt)
 
     asyncio.run(run())
 
@@ -231,6 +312,8 @@ def test_tokenize_is_by_model_and_without_one_the_first(service: Service) -> Non
         assert (first["max_model_len"], named["max_model_len"]) == (100, 50)
         tokens = json.dumps({"tokens": named["tokens"], "model": "coder"}).encode()
         assert await service.gateway.detokenize(tokens) == {"prompt": "abc"}
+        with pytest.raises(ModelNotFoundError, match="'' is not served"):
+            await service.gateway.tokenize(b'{"prompt": "abc", "model": ""}')
         with pytest.raises(RequestError, match=r"depends on a request's text.*'demo', 'coder'"):
             await service.gateway.tokenize(b'{"prompt": "abc", "model": "auto"}')
 

@@ -102,6 +102,16 @@ def test_where_no_size_would_do_throughput_is_looked_after() -> None:
     assert (limit.sequences, limit.prefill_tokens, limit.reason) == (16, 60, "throughput")
 
 
+@pytest.mark.parametrize("largest", [1e18, float("inf")])
+def test_no_step_is_put_off_for_ever_by_objectives_without_end(largest: float) -> None:
+    asked = ObjectiveSettings.model_construct(ttft_ms=largest, tpot_ms=largest)
+    made = sizer("frugal", asked)
+    for run in ([], running(2)):
+        limit = made.decide(run, [sequence(9)])
+        assert 0.0 < limit.hold_s <= 60.0
+        assert limit.sequences >= 1
+
+
 def test_no_size_is_below_the_fewest_or_below_those_that_run() -> None:
     made = sizer(asked=objectives(tpot_ms=4.0), bounds=SizeBounds(6, 16, 64))
     assert made.decide(running(2), [sequence(9)]).sequences == 6

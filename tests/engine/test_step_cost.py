@@ -94,7 +94,7 @@ def test_a_few_alike_steps_are_predicted_and_keep_what_was_known() -> None:
 def test_what_is_no_time_is_left_out() -> None:
     cost = feed(StepCost())
     before = cost.coefficients
-    for took_s in (0.0, -1.0, math.nan, math.inf):
+    for took_s in (0.0, 1e-300, -1.0, math.nan, math.inf):
         cost.learn(StepFeatures(1, 0, 1, 0, 1), took_s)
     cost.learn(StepFeatures(math.nan, 0, 1, 0, 1), 0.1)
     assert cost.coefficients == before

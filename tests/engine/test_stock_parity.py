@@ -44,9 +44,6 @@ NOT_BITWISE = {
 }
 """Families whose stock experts do other arithmetic than grouped_mm; compared by top-1 in bf16."""
 
-LEFT_TO_TORCH = ("gpt_oss", "llama4_text")
-"""Families whose experts the native kernels do not compute: their weights are transposed."""
-
 every_family = pytest.mark.parametrize("family", FAMILIES)
 every_runner = pytest.mark.parametrize(
     ("family", "kind"),
@@ -179,7 +176,7 @@ def test_bf16_on_pages_agrees_with_stock(
     record_property("median_kl_nats", divergence)
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in LEFT_TO_TORCH])
+@every_family
 def test_bf16_native_experts_agree_with_stock(
     family: str, record_property: Callable[[str, object], None]
 ) -> None:
@@ -194,15 +191,6 @@ def test_bf16_native_experts_agree_with_stock(
     agreement, divergence = assert_bf16_agreement(ours, theirs)
     record_property("top1_agreement", agreement)
     record_property("median_kl_nats", divergence)
-
-
-@pytest.mark.parametrize("family", LEFT_TO_TORCH)
-def test_what_native_kernels_cannot_compute_goes_to_torch(family: str) -> None:
-    kernels_or_skip()
-    backbone, pool = open_backbone(family, "bfloat16", "all", "native")
-    modules = experts_modules(backbone.model).values()
-    pool.close()
-    assert modules and not any(choice_of(module) for module in modules)
 
 
 def assert_bf16_agreement(

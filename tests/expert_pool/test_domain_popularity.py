@@ -189,6 +189,19 @@ def test_earlier_runs_count_less_the_more_is_learned_here():
     assert known.of_everyone()[0].argmax() == 1
 
 
+def test_names_that_a_client_invents_keep_no_domain_from_being_kept():
+    known = DomainPopularity(LAYERS, EXPERTS, ROOM, 0.5)
+    known.learn_everyone(*counts_of(0, 10))
+    for number in range(3 * MAX_ROWS):
+        known.learn(Label("flood", f"name {number}", ""), *counts_of(1, 5))
+    known.learn(Label("ann", "code", ""), *counts_of(2, 5))
+    for number in range(3 * MAX_ROWS):
+        known.learn(Label("flood", f"more {number}", ""), *counts_of(1, 5))
+    fresh = known.fresh_by_domain()
+    assert fresh["code"].tokens[0] == 5
+    assert len(fresh) <= len(known._fresh_tokens) <= MAX_ROWS
+
+
 def test_what_is_fresh_is_told_once_it_was_kept():
     known = taught(ann=(1, 1000), bob=(2, 1000))
     fresh = known.fresh_by_domain()["code"]

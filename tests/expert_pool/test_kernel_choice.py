@@ -2,29 +2,26 @@
 
 import itertools
 import logging
-import multiprocessing
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
 
-from core.errors import SettingsError
+from core.errors import BudgetError, SettingsError
+from engine.backbone import Backbone
+from engine.stock_runner import StockRunner
 from expert_pool.checkpoint_index import CheckpointIndex
-from expert_pool.kernels import choice, row_table
+from expert_pool.kernels import choice
 from expert_pool.kernels.build import BuildError
 from expert_pool.kernels.choice import choice_of
 from expert_pool.kernels.measure import row_table as measured_row_table
-from expert_pool.kernels.row_table import ALWAYS, BUCKETS, RowTable, measured_table, table_for
+from expert_pool.kernels.row_table import ALWAYS, BUCKETS, RowTable, measured_table
 from expert_pool.pool import ExpertPool
 from expert_pool.settings import PoolSettings
+from tests.engine.forced_steps import Forced, plans, token_ids
 from tests.expert_pool.native_layers import kernels_or_skip, make_layer
 from tests.models.families import cached_checkpoint
-
-
-@pytest.fixture(autouse=True)
-def nothing_known(monkeypatch):
-    monkeypatch.setattr(row_table, "_known", {})
 
 
 def never():
@@ -57,83 +54,23 @@ def test_what_was_not_measured_in_time_goes_to_torch():
     assert table.is_native(2, 1) and not table.is_native(4, 1)
 
 
-def test_a_table_is_measured_once_and_kept():
-    asked = []
-
-    def measure():
-        asked.append(1)
-        return RowTable(6.0)
-
-    assert table_for({"processor": "a"}, measure) == RowTable(6.0)
-    row_table._known.clear()  # another process
-    assert table_for({"processor": "a"}, measure) == RowTable(6.0)
-    assert len(asked) == 1
-    table_for({"processor": "b"}, measure)
-    assert len(asked) == 2
-
-
-def test_no_limit_survives_the_disk():
-    table_for({"processor": "a"}, lambda: ALWAYS)
-    row_table._known.clear()
-    assert table_for({"processor": "a"}, lambda: RowTable(0.0)) == ALWAYS
-
-
-def test_who_measured_later_takes_the_first_answer():
-    def measure():
-        # Meanwhile somebody else was quicker.
-        row_table._lock.release()
-        try:
-            assert table_for({"processor": "a"}, lambda: RowTable(2.0)) == RowTable(2.0)
-        finally:
-            row_table._lock.acquire()
-        row_table._known.clear()
-        return RowTable(50.0)
-
-    assert table_for({"processor": "a"}, measure) == RowTable(2.0)
-
-
-def _ask(number, results):
-    results.put(table_for({"processor": "a"}, lambda: RowTable(float(number))).most_rows)
-
-
-def test_processes_that_start_together_agree():
-    context = multiprocessing.get_context("fork")
-    results = context.Queue()
-    processes = [context.Process(target=_ask, args=(n, results)) for n in range(6)]
-    for process in processes:
-        process.start()
-    found = {results.get(timeout=30) for _ in processes}
-    for process in processes:
-        process.join()
-    assert len(found) == 1
-
-
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"most_rows": "many"}'])
-def test_a_table_that_cannot_be_read_is_measured_again(content):
-    table_for({"processor": "a"}, lambda: RowTable(3.0))
-    (path,) = (row_table.cache_folder() / "expert-kernels").glob("*.json")
-    path.write_text(content)
-    row_table._known.clear()
-    assert table_for({"processor": "a"}, lambda: RowTable(7.0)) == RowTable(7.0)
-    row_table._known.clear()
-    assert table_for({"processor": "a"}, lambda: RowTable(8.0)) == RowTable(7.0)
-
-
-def test_where_nothing_can_be_kept_each_process_measures(monkeypatch, tmp_path):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("COTERIE_CACHE", str(tmp_path / "file"))
-    assert table_for({"processor": "a"}, lambda: RowTable(3.0)) == RowTable(3.0)
-
-
-@pytest.mark.parametrize(("gated", "biased"), [(True, False), (False, True)])
-def test_this_machine_can_be_measured(gated, biased):
+@pytest.mark.parametrize(
+    ("layout", "activation", "gated", "biased"),
+    [
+        ("rows", "silu", True, False),
+        ("rows", "relu2", False, True),
+        ("transposed", "silu", True, False),
+        ("interleaved", "clamped", True, True),
+    ],
+)
+def test_this_machine_can_be_measured(layout, activation, gated, biased):
     kernels = kernels_or_skip()
-    layer = make_layer(96, 64, gated=gated, biased=biased)
+    layer = make_layer(96, 64, activation, gated, biased, layout=layout)
 
     class Spec:
         params = tuple(layer.params)
 
-    table = measured_row_table(kernels, Spec, layer.module(), 0)
+    table = measured_row_table(kernels, Spec, layer.module(), layer.found)
     assert table.most_rows >= 0
 
 
@@ -144,8 +81,6 @@ def open_pool(**settings):
 
 def attached(pool):
     """A model with the pool's experts, and its experts modules."""
-    from engine.backbone import Backbone
-
     backbone = Backbone.open(pool.index, pool, context_tokens=64)
     return [backbone.model.get_submodule(layer.module_name) for layer in pool.index.layers]
 
@@ -183,6 +118,71 @@ def test_without_the_library_native_is_an_error_that_says_what_to_do(monkeypatch
         pytest.raises(SettingsError, match=r"pool\.kernel"),
     ):
         attached(pool)
+
+
+def test_what_cannot_be_measured_for_lack_of_memory_is_torchs(monkeypatch):
+    kernels_or_skip()
+
+    def no_memory(*_):
+        raise BudgetError("none left")
+
+    monkeypatch.setattr(choice, "row_table", no_memory)
+    monkeypatch.setattr(choice, "linear_table", no_memory)
+    with closing(open_pool()) as pool:
+        assert not any(choice_of(module) for module in attached(pool))
+
+
+def test_native_that_finds_nothing_to_compute_says_so(monkeypatch, caplog):
+    kernels_or_skip()
+    monkeypatch.setattr(choice, "unsupported", lambda *_: "its experts are odd")
+    with closing(open_pool(kernel="native")) as pool, caplog.at_level(logging.WARNING):
+        assert not any(choice_of(module) for module in attached(pool))
+    assert "torch computes all experts: its experts are odd" in caplog.text
+
+
+def test_the_choice_is_a_matter_of_rows_and_of_experts_chosen_alone():
+    kernels_or_skip()
+    with closing(open_pool(kernel="native")) as pool:
+        found = choice_of(attached(pool)[0])
+        limited = choice.LayerChoice(found.kernel, RowTable(4.0))
+        rows = torch.zeros(1, 4).bfloat16()
+        assert limited.kernel_for(rows, 8, 2) is found.kernel
+        assert limited.kernel_for(rows, 9, 2) is None
+        assert limited.kernel_for(rows, 0, 0) is not None
+        assert found.kernel_for(rows, 0, 0) is not None
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_while_kernels_change_with_the_rows_answers_do_not_depend_on_where_experts_lie(
+    family, monkeypatch
+):
+    kernels_or_skip()
+    monkeypatch.setattr(choice, "row_table", lambda *_: RowTable(1.5))
+    computed = set()
+    stock_choice = choice.LayerChoice.kernel_for
+
+    def observed(self, hidden, rows, experts):
+        found = stock_choice(self, hidden, rows, experts)
+        computed.add(found is not None)
+        return found
+
+    monkeypatch.setattr(choice.LayerChoice, "kernel_for", observed)
+    index = CheckpointIndex.open(cached_checkpoint(family, "bfloat16"))
+    answers = []
+    for memory in (index.shape.min_slots_bytes, "all"):
+        pool = ExpertPool(index, PoolSettings(expert_memory=memory, read_threads=1))
+        with closing(pool):
+            runner = StockRunner(Backbone.open(index, pool, context_tokens=64))
+            logits = []
+            for plan in plans(
+                [Forced(token_ids(1, 30), (20,), 0), Forced(token_ids(2, 9), (4,), 1)]
+            ):
+                pool.begin_step()
+                logits.append(runner.run(plan))
+                pool.end_step()
+            answers.append(logits)
+    assert computed == {True, False}
+    assert all(torch.equal(a, b) for a, b in zip(*answers, strict=True))
 
 
 def test_sources_lie_beside_the_code():

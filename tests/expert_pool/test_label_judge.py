@@ -108,6 +108,18 @@ def test_a_short_text_is_not_judged():
     assert traffic.judge.wrong == 0
 
 
+def test_names_that_others_invent_do_not_make_a_tenants_record_forgotten():
+    traffic = Traffic()
+    for number in range(12):
+        traffic.text("liar", "code", ("law", "poems", "code")[number % 3])
+    assert traffic.judge.doubts(Label("liar", "code", ""))
+    record = traffic.judge._tenants["liar", "code"]
+    for number in range(400):
+        traffic.text("flood", f"name {number}", "law", tokens=8)
+    assert traffic.judge._tenants["liar", "code"] is record
+    assert traffic.judge.doubts(Label("liar", "code", ""))
+
+
 def test_what_is_known_of_texts_and_doubts_stays_bounded():
     traffic = Traffic()
     honest(traffic, 3)

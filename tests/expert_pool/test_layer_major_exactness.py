@@ -45,7 +45,7 @@ def logs():
     ("model", "dtype", "kernel"),
     [
         *((model, dtype, "torch") for dtype in ("float32", "bfloat16") for model in MODELS),
-        ("qwen3_moe", "bfloat16", "native"),
+        *((model, "bfloat16", "native") for model in ("qwen3_moe", "gpt_oss", "llama4_text")),
     ],
 )
 def test_logits_of_a_pass_are_bitwise_equal_wherever_experts_lie(

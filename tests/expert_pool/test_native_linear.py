@@ -111,6 +111,46 @@ def test_what_native_cannot_compute_is_left_alone(net):
     assert linear_layers(Other(8, 8).bfloat16()) == []
 
 
+def test_rows_of_another_width_are_the_error_that_torch_says(net):
+    use_native_linears(net, kernels_or_skip(), ALWAYS)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        net.first(torch.zeros(4, 24).bfloat16())
+    with pytest.raises(ValueError, match=r"expected rows \[..., 48\]"):
+        kernels_or_skip().linear(torch.zeros(4, 24).bfloat16(), net.first.weight, None)
+    with pytest.raises(ValueError, match=r"a bias \[79\]"):
+        kernels_or_skip().linear(
+            torch.zeros(4, 48).bfloat16(), net.first.weight, net.first.bias[:79]
+        )
+
+
+def test_parameters_that_were_exchanged_are_computed_as_they_are_now(net):
+    use_native_linears(net, kernels_or_skip(), ALWAYS)
+    rows = torch.randn(3, 48).bfloat16()
+    net.first.weight.data = torch.randn(48, 80).bfloat16().t()
+    found = net.first(rows)
+    assert torch.equal(found, functional.linear(rows, net.first.weight, net.first.bias))
+    net.float()
+    assert net.first(rows.float()).dtype == torch.float32
+
+
+def test_who_wants_gradients_gets_them(net):
+    use_native_linears(net, kernels_or_skip(), ALWAYS)
+    rows = torch.randn(3, 48).bfloat16()
+    assert not net.first(rows).requires_grad
+    net.first(rows.requires_grad_()).sum().backward()
+    assert rows.grad is not None
+    net.requires_grad_()
+    assert net.first(rows.detach()).requires_grad
+    with torch.no_grad():
+        assert not net.first(rows).requires_grad
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")
+def test_layers_without_values_are_left_alone():
+    assert linear_layers(torch.nn.Linear(0, 4).bfloat16()) == []
+    assert linear_layers(torch.nn.Linear(4, 0).bfloat16()) == []
+
+
 def test_rows_that_are_not_contiguous_are_no_matter(net):
     use_native_linears(net, kernels_or_skip(), ALWAYS)
     rows = torch.randn(48, 3).bfloat16().t()

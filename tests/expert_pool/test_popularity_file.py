@@ -48,6 +48,7 @@ def test_a_torn_file_is_named(tmp_path, keep):
         {"counts": np.full((2, 3), "x")},
         {"counts": np.full((2, 3), np.nan)},
         {"counts": np.full((2, 3), np.inf)},
+        {"counts": np.full((2, 3), 1e39)},
         {"counts": -np.ones((2, 3))},
         {"tokens": np.zeros(7)},
         {"tokens": np.full(2, np.nan)},

@@ -54,6 +54,15 @@ def test_previous_token_prefers_the_last():
     assert np.argsort(-previous.predict(0), kind="stable").tolist() == [1, 2, 0, 3]
 
 
+def test_a_prompts_ids_may_be_any_numbers():
+    prompts = PromptPredictor(2, 3)
+    odd = [2**63, 2**64 - 1, -5, -(2**70)]
+    assert prompts.predict_all(odd) is None
+    for layer in range(2):
+        prompts.learn(prompts.buckets(odd), layer, np.array([1.0, 0.0, 0.0]))
+    assert prompts.predict_all(odd).argmax(axis=1).tolist() == [0, 0]
+
+
 def test_prompt_ids_recall_their_experts():
     prompts = PromptPredictor(2, 3)
     assert prompts.predict(prompts.buckets([5, 6]), 0) is None

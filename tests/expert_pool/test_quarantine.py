@@ -83,6 +83,23 @@ def test_two_bad_reads_fail_the_rows_that_needed_them_and_no_other(opened, fault
     assert pool.residency.states.state[0, victim] != State.QUARANTINED
 
 
+def test_a_read_ahead_that_failed_fails_no_request(opened):
+    """The disk had a bad moment while nobody needed the expert."""
+    pool, model, reader, _ = opened
+    routed = random_routing(SHAPE, 6, 0)
+    victim = int(routed[1][0, 0])
+    reader.faults[0, victim] = ["error", "error"]
+    pool.preload([(0, victim)])
+    pool.settle()
+    assert pool.residency.states.state[0, victim] == State.QUARANTINED
+    before = len(reader.reads)
+    pool.preload([(0, victim)])
+    assert len(reader.reads) == before, "a guess is not read again"
+    out, stats = run(pool, model, routed)
+    assert stats.failed_rows == ()
+    assert torch.equal(out, model.stock(0, *routed))
+
+
 def test_failed_rows_count_from_the_calls_first_row(opened):
     pool, model, reader, _ = opened
     routed = random_routing(SHAPE, 6, 0)

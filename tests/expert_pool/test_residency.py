@@ -58,7 +58,8 @@ class ResidencyMachine(RuleBasedStateMachine):
         if not self.loading:
             return
         pair = data.draw(st.sampled_from(sorted(self.loading)))
-        getattr(self.residency, outcome)(*pair)
+        more = {"needed": True} if outcome == "failed" else {}
+        getattr(self.residency, outcome)(*pair, **more)
         self.loading.remove(pair)
         if outcome == "landed":
             self.touch(*pair)
@@ -158,7 +159,7 @@ def test_a_quarantined_expert_is_tried_again_after_some_seconds():
     now = [100.0]
     residency = make_residency(LAYERS * TOP_K, clock=lambda: now[0])
     residency.admit(0, [1])
-    residency.failed(0, 1)
+    residency.failed(0, 1, needed=True)
     assert residency.is_barred(0, 1)
     now[0] += QUARANTINE_S - 0.1
     assert residency.is_barred(0, 1)
@@ -167,6 +168,15 @@ def test_a_quarantined_expert_is_tried_again_after_some_seconds():
     assert residency.admit(0, [1])
     residency.landed(0, 1)
     assert not residency.is_barred(0, 1)
+
+
+def test_what_nobody_needed_when_it_could_not_be_read_is_tried_when_somebody_does():
+    residency = make_residency(LAYERS * TOP_K, clock=lambda: 100.0)
+    residency.admit(0, [1])
+    residency.failed(0, 1, needed=False)
+    assert residency.states.state[0, 1] == State.QUARANTINED, "no other guess reads it again"
+    assert not residency.is_barred(0, 1)
+    assert residency.admit(0, [1])
 
 
 def test_experts_to_keep_are_not_evicted_for_a_preload():

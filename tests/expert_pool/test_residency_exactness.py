@@ -57,8 +57,18 @@ def logs():
     ("model", "dtype", "kernel"),
     [
         *((model, dtype, "torch") for dtype in ("float32", "bfloat16") for model in MODELS),
-        # Both forms of experts, and activations of three kinds.
-        *((m, "bfloat16", "native") for m in ("qwen3_moe", "gemma4_text", "nemotron_h", "demo")),
+        # All forms of experts, and activations of four kinds.
+        *(
+            (model, "bfloat16", "native")
+            for model in (
+                "qwen3_moe",
+                "gemma4_text",
+                "nemotron_h",
+                "demo",
+                "gpt_oss",
+                "llama4_text",
+            )
+        ),
     ],
 )
 def test_logits_are_bitwise_equal_wherever_experts_lie(logs, model, dtype, kernel):
@@ -81,8 +91,8 @@ def test_logits_are_bitwise_equal_wherever_experts_lie(logs, model, dtype, kerne
             pairs = plan.num_tokens * sum(layer.top_k for layer in shape.moe_layers)
             assert stats.routed_pairs == pairs
             evictions += stats.evictions
-            prefetched += stats.prefetch.used
-            hinted += stats.hints.useful
+            prefetched += stats.prefetch.begun  # whether in time depends on the machine
+            hinted += stats.hints.begun
             misses += stats.demand_misses
             waves += stats.waves > len(shape.moe_layers)
         faults += disturbed.faults

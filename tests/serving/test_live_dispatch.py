@@ -263,15 +263,18 @@ def test_two_replicas_serve_nearly_twice_as_much_as_one(live_serve: str, tiny_fo
     """74: where a step sleeps, so that cores are no limit."""
     from ray import serve
 
-    async def rate(client: Client) -> tuple[float, Counter[int]]:
+    async def rate(client: Client) -> tuple[float, list[Counter[int]]]:
         await asyncio.gather(*(client.ask("code", tokens=10) for _ in range(8)))
-        await asyncio.sleep(SETTLE_S)
-        began = time.monotonic()
+        rounds, placed = [], []
         # Of several lengths, so that places are taken one by one and no round is half empty.
         lengths = [5 + number % 7 for number in range(56)]
-        asked = asyncio.gather(*(client.ask("code", tokens) for tokens in lengths))
-        placed = await client.placed(asked)
-        return sum(lengths) / (time.monotonic() - began), placed
+        for _ in range(2):
+            await asyncio.sleep(SETTLE_S)
+            began = time.monotonic()
+            asked = asyncio.gather(*(client.ask("code", tokens) for tokens in lengths))
+            placed.append(await client.placed(asked))
+            rounds.append(sum(lengths) / (time.monotonic() - began))
+        return max(rounds), placed  # a busy machine only makes them slower
 
     rates = []
     for replicas in (1, 2):

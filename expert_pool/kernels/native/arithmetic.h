@@ -79,14 +79,29 @@ inline void gate_all(const float* gate, const float* up, uint16_t* out, int64_t 
   }
 }
 
+// gpt-oss: gates bounded above, the others on both sides, and one added to these.
+inline void clamped_all(float alpha, float limit, const float* gate, const float* up, uint16_t* out,
+                        int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    float g = rounded(gate[i]), u = rounded(up[i]);
+    g = g > limit ? limit : g;
+    u = u > limit ? limit : u < -limit ? -limit : u;
+    float share = rounded(1.0f / (1.0f + exponential(-rounded(g * alpha))));
+    out[i] = narrow(rounded(u + 1.0f) * rounded(g * share));
+  }
+}
+
 // Rounded where stock rounds: after each projection, after the activation, after the product.
-inline void apply_gate(int64_t kind, const float* gate, const float* up, uint16_t* out,
+inline void apply_gate(const Layer& layer, const float* gate, const float* up, uint16_t* out,
                        int64_t count) {
-  if (kind == SILU) gate_all<SILU>(gate, up, out, count);
-  if (kind == GELU_TANH) gate_all<GELU_TANH>(gate, up, out, count);
-  if (kind == GELU_ERF) gate_all<GELU_ERF>(gate, up, out, count);
-  if (kind == RELU) gate_all<RELU>(gate, up, out, count);
-  if (kind == RELU_SQUARED) gate_all<RELU_SQUARED>(gate, up, out, count);
+  switch (layer.activation) {
+    case SILU: return gate_all<SILU>(gate, up, out, count);
+    case GELU_TANH: return gate_all<GELU_TANH>(gate, up, out, count);
+    case GELU_ERF: return gate_all<GELU_ERF>(gate, up, out, count);
+    case RELU: return gate_all<RELU>(gate, up, out, count);
+    case RELU_SQUARED: return gate_all<RELU_SQUARED>(gate, up, out, count);
+    case CLAMPED_SWIGLU: return clamped_all(layer.alpha, layer.limit, gate, up, out, count);
+  }
 }
 
 }  // namespace

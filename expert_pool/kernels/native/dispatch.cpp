@@ -7,7 +7,6 @@
 
 namespace {
 
-constexpr int64_t CHUNK = 16;
 constexpr int64_t BLOCK_BYTES = 128 * 1024;  // of weights that a thread takes at a time
 constexpr int64_t COMBINE_BYTES = 64 * 1024;
 constexpr int SPINS = 2000;  // before a waiting thread offers its core to others
@@ -110,10 +109,14 @@ const Kernels* find(const char* name) {
 #if defined(__x86_64__)
   __builtin_cpu_init();
   bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+#if defined(COTERIE_NO_AVX512_BF16)
+  const Kernels* best = avx2 ? &avx2_kernels : &generic_kernels;
+#else
   bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                 __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
                 __builtin_cpu_supports("avx512bf16");
   const Kernels* best = avx512 ? &avx512_bf16_kernels : avx2 ? &avx2_kernels : &generic_kernels;
+#endif
   if (!strcmp(name, "avx2")) return avx2 ? &avx2_kernels : nullptr;
 #else
   const Kernels* best = &generic_kernels;
@@ -132,7 +135,7 @@ const Kernels* coterie_kernels(const char* name) { return find(name); }
 
 const char* coterie_kernels_name(const Kernels* kernels) { return kernels->name; }
 
-// 0; 1: no memory.
+// 0; 1: no memory; 2: torch's threads failed, and the outputs are not whole.
 int32_t coterie_experts(const Kernels* kernels, ParallelFor parallel, const Layer* layer,
                         const Call* call) {
   int64_t experts = call->experts;
@@ -140,40 +143,46 @@ int32_t coterie_experts(const Kernels* kernels, ParallelFor parallel, const Laye
   int64_t* numbers = static_cast<int64_t*>(calloc(2 * experts, sizeof(int64_t)));
   if (!numbers) return 1;
   Work work = {kernels, layer, call, 0, 0, 0, 0, numbers, numbers + experts, 0};
-  work.up_block = block_columns(layer->hidden * 2 * (layer->gated ? 2 : 1));
+  bool across = layer->transposed;
+  work.up_block = across ? ACROSS : block_columns(layer->hidden * 2 * (layer->gated ? 2 : 1));
   work.up_blocks = blocks(layer->inner, work.up_block);
-  work.down_block = block_columns(layer->inner * 2);
+  work.down_block = across ? ACROSS : block_columns(layer->inner * 2);
   work.down_blocks = blocks(layer->hidden, work.down_block);
   for (int64_t e = 1; e < experts; ++e)
     work.firsts[e] = work.firsts[e - 1] + call->counts[e - 1];
+  int32_t failed = 0;
   if (parallel && call->threads > 1)
-    parallel(0, call->threads, 1, run_work, &work);
+    failed = parallel(0, call->threads, 1, run_work, &work);
   else
     work.run();
   free(numbers);
-  return 0;
+  return failed ? 2 : 0;
 }
 
-void coterie_linear(const Kernels* kernels, ParallelFor parallel, const uint16_t* rows,
-                    const uint16_t* weight, const uint16_t* bias, uint16_t* out, int64_t count,
-                    int64_t depth, int64_t width, int64_t threads) {
+int32_t coterie_linear(const Kernels* kernels, ParallelFor parallel, const uint16_t* rows,
+                       const uint16_t* weight, const uint16_t* bias, uint16_t* out, int64_t count,
+                       int64_t depth, int64_t width, int64_t threads) {
   Linear linear = {rows, weight, bias, out, count, depth, width};
   LinearWork work = {kernels, &linear, block_columns(depth * 2), 0};
+  int32_t failed = 0;
   if (parallel && threads > 1 && width > work.block)
-    parallel(0, threads, 1, run_linear, &work);
+    failed = parallel(0, threads, 1, run_linear, &work);
   else
     run_linear(0, 1, &work);
+  return failed ? 2 : 0;
 }
 
 // by_pair bf16 [rows * top_k, hidden] and weights [rows, top_k] to bf16 [rows, hidden].
-void coterie_combine(const Kernels* kernels, ParallelFor parallel, const uint16_t* by_pair,
-                     const float* weights, uint16_t* out, int64_t rows, int64_t hidden,
-                     int64_t top_k, int64_t threads) {
+int32_t coterie_combine(const Kernels* kernels, ParallelFor parallel, const uint16_t* by_pair,
+                        const float* weights, uint16_t* out, int64_t rows, int64_t hidden,
+                        int64_t top_k, int64_t threads) {
   Combining combining = {kernels, by_pair, weights, out, hidden, top_k};
+  int32_t failed = 0;
   if (parallel && threads > 1 && rows * top_k * hidden * 2 > COMBINE_BYTES)
-    parallel(0, rows, (rows + threads - 1) / threads, run_combining, &combining);
+    failed = parallel(0, rows, (rows + threads - 1) / threads, run_combining, &combining);
   else
     run_combining(0, rows, &combining);
+  return failed ? 2 : 0;
 }
 }
 #pragma GCC visibility pop

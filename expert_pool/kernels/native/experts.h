@@ -14,6 +14,10 @@ struct Layer {
   int64_t inner;       // width of the intermediate row
   int64_t gated;       // 1: the up projection has 2 * inner outputs, gates first
   int64_t activation;  // enum Activation
+  int64_t transposed;  // 1: weights are [in, out], else [out, in]
+  int64_t interleaved;  // 1: gate and up alternate; only where transposed
+  float alpha;         // of CLAMPED_SWIGLU
+  float limit;
   const char* arena;   // slot 0
   int64_t slot_bytes;
   int64_t up;          // byte offsets in a slot; -1: it has none
@@ -22,7 +26,8 @@ struct Layer {
   int64_t down_bias;
 };
 
-enum Activation { SILU = 0, GELU_TANH = 1, GELU_ERF = 2, RELU = 3, RELU_SQUARED = 4 };
+enum Activation { SILU = 0, GELU_TANH = 1, GELU_ERF = 2, RELU = 3, RELU_SQUARED = 4,
+                  CLAMPED_SWIGLU = 5 };
 
 // Some experts of a layer and the rows that chose them, one expert after another.
 struct Call {
@@ -49,7 +54,11 @@ struct Linear {
   int64_t width;
 };
 
-// What one instruction set offers. Blocks count columns; a block's columns are a multiple of 16.
+constexpr int64_t CHUNK = 16;   // columns that are finished together, of weights [out, in]
+constexpr int64_t ACROSS = 256;  // columns of a block of weights [in, out]
+
+// What one instruction set offers. Blocks count columns; a block begins at a multiple of CHUNK, or
+// of ACROSS where weights are transposed, where it is no longer than that.
 struct Kernels {
   const char* name;
   void (*up)(const Layer&, const char* slot, const Call&, int64_t first, int64_t count,

@@ -45,6 +45,30 @@ struct Portable {
       out[c] = ((s[0] + s[4]) + (s[2] + s[6])) + ((s[1] + s[5]) + (s[3] + s[7]));
     }
   }
+
+  // Across: columns of a weight's row in vectors of even and of odd ones.
+  static constexpr int64_t wide = 32;
+  static constexpr int64_t deep = 1;
+  static constexpr int parts = 4;
+  typedef Floats Weights;
+  static inline void load_wide(const uint16_t* first, const uint16_t*, Weights* to) {
+    for (int half = 0; half < 2; ++half) {
+      Values values = load(first + 16 * half);
+      to[2 * half] = values.even;
+      to[2 * half + 1] = values.odd;
+    }
+  }
+  typedef float Spread;
+  static inline Spread spread(const uint16_t* row) { return widen(*row); }
+  static inline Sum add_wide(const Sum& sum, Spread row, const Weights& weights) {
+    return sum + row * weights;
+  }
+  static inline void sort_columns(float* sums) {
+    float sorted[wide];
+    for (int64_t i = 0; i < wide; ++i)
+      sorted[i] = sums[i / 16 * 16 + i % 2 * 8 + i % 16 / 2];
+    memcpy(sums, sorted, sizeof sorted);
+  }
 };
 
 }  // namespace

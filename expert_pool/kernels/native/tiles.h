@@ -4,12 +4,12 @@
 // lie in the same tile. So a row's bits depend on nothing but the row and its expert.
 #pragma once
 
+#include "across.h"
 #include "arithmetic.h"
 #include "experts.h"
+#include "row_tiles.h"
 
 namespace {
-
-constexpr int64_t CHUNK = 16;  // columns that are finished together
 
 // Lines of the weights that come next, fetched while these are computed with.
 struct Ahead {
@@ -100,7 +100,7 @@ struct Up {
       if (bias) add_bias(up, bias + beside, R, columns);
     }
     for (int r = 0; r < R; ++r)
-      apply_gate(layer.activation, gate + r * CHUNK, layer.gated ? up + r * CHUNK : nullptr,
+      apply_gate(layer, gate + r * CHUNK, layer.gated ? up + r * CHUNK : nullptr,
                  call.scratch + (first + row + r) * layer.inner + column, columns);
   }
 };
@@ -170,32 +170,28 @@ void all_tiles(const Tile& work, int64_t count, int64_t begin, int64_t end) {
     Ahead ahead[2] = {
         {reinterpret_cast<const char*>(next), a_step},
         {reinterpret_cast<const char*>(next + work.other * work.depth), a_step}};
-    int64_t left = tiles;
-    for (int64_t row = 0; row < count;) {
-      int64_t rows = (count - row + left - 1) / left--;
-      switch (rows) {
-        case 1: work.template tile<Isa, 1>(row, column, columns, ahead); break;
-        case 2: work.template tile<Isa, 2>(row, column, columns, ahead); break;
-        case 3: work.template tile<Isa, 3>(row, column, columns, ahead); break;
-        case 4: work.template tile<Isa, 4>(row, column, columns, ahead); break;
-        case 5: work.template tile<Isa, 5>(row, column, columns, ahead); break;
-        case 6: work.template tile<Isa, 6>(row, column, columns, ahead); break;
-      }
-      row += rows;
-    }
+    in_tiles<Isa>(count, [&](int64_t row, auto size) {
+      work.template tile<Isa, size.value>(row, column, columns, ahead);
+    });
   }
 }
 
 template <class Isa>
 void up_columns(const Layer& layer, const char* slot, const Call& call, int64_t first,
                 int64_t count, int64_t begin, int64_t end) {
-  all_tiles<Isa>(Up{layer, slot, call, first}, count, begin, end);
+  if (layer.transposed)
+    up_across<Isa>(layer, slot, call, first, count, begin, end);
+  else
+    all_tiles<Isa>(Up{layer, slot, call, first}, count, begin, end);
 }
 
 template <class Isa>
 void down_columns(const Layer& layer, const char* slot, const Call& call, int64_t first,
                   int64_t count, int64_t begin, int64_t end) {
-  all_tiles<Isa>(Down{layer, slot, call, first}, count, begin, end);
+  if (layer.transposed)
+    down_across<Isa>(layer, slot, call, first, count, begin, end);
+  else
+    all_tiles<Isa>(Down{layer, slot, call, first}, count, begin, end);
 }
 
 template <class Isa>
