@@ -271,7 +271,7 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
         (name, sequences, seed, options)
         for name in options.mixes
         for sequences in options.sequences
-        for seed in range(options.seeds)
+        for seed in range(options.first_seed, options.first_seed + options.seeds)
     ]
     if options.processes == 1:
         found = [one for job in jobs for one in measure(*job)]
@@ -314,6 +314,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=800)
     parser.add_argument("--warm-up", type=float, default=0.4, help="share of them not counted")
     parser.add_argument("--seeds", type=int, default=2, help="runs with other requests each")
+    parser.add_argument("--first-seed", type=int, default=0, help="for requests nobody tuned on")
     parser.add_argument("--wrong-labels", type=float, default=Labelling().wrong)
     parser.add_argument("--unknown-labels", type=float, default=Labelling().unknown)
     parser.add_argument("--processes", type=int, default=1, help="runs at once")
