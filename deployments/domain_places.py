@@ -39,10 +39,10 @@ class DomainPlaces:
     def lean(self, domain: str, replicas: Iterable[str]) -> dict[str, float]:
         """Each replica's share of the domain's requests less its share of all, -1 to 1; 0 where
         nothing of the domain went anywhere."""
-        counts = self._counts.get(domain)
-        if not counts:
-            return dict.fromkeys(replicas, 0.0)
+        counts = self._counts.get(domain, {})
         own, everything = sum(counts.values()), sum(self._all.values())
+        if not own or not everything:  # what is left of old counts may have decayed to nothing
+            return dict.fromkeys(replicas, 0.0)
         return {
             name: counts.get(name, 0.0) / own - self._all.get(name, 0.0) / everything
             for name in replicas

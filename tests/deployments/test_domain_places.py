@@ -49,6 +49,15 @@ def test_what_went_to_a_replica_that_is_gone_counts_no_more() -> None:
     assert places.lean("law", "d") == {"d": 0.0}
 
 
+def test_a_count_that_decayed_to_nothing_is_none() -> None:
+    places = DomainPlaces(4, 1.0)
+    places.sent("law", "a")
+    for _ in range(5000):  # beyond the smallest float
+        places.sent("law", "b")
+    places.keep({"a"})
+    assert places.lean("law", "a") == {"a": 0.0}
+
+
 @given(st.lists(st.tuples(st.sampled_from(["", "x", "y", "z"]), st.sampled_from("abcd"))))
 def test_leanings_cancel_out(sent: list[tuple[str, str]]) -> None:
     places = DomainPlaces(2, 3.0)
