@@ -14,7 +14,8 @@ BUNDLED_NAME = "bundled"
 OFF = "off"
 UNKNOWN = "unknown"
 """What a text of none of the domains is labelled; no domain is called so."""
-DomainLabel = Annotated[str, StringConstraints(pattern=r"^[a-z0-9_-]{1,64}$")]
+LABEL_PATTERN = r"[a-z0-9_-]{1,64}"
+DomainLabel = Annotated[str, StringConstraints(pattern=f"^{LABEL_PATTERN}$")]
 
 _MAX_LABELS = 256
 _MIN_KEY_BYTES = 16

@@ -17,13 +17,13 @@ from safetensors.numpy import load, save
 
 from core.errors import CoterieError
 from core.whole_file import write_whole
-from deployments.domain_settings import UNKNOWN
+from deployments.domain_settings import LABEL_PATTERN, UNKNOWN
 from deployments.ngram_features import NgramFeatures
 
 FORMAT = "coterie domain classifier"
 VERSION = 1
 BUNDLED = Path(__file__).parent / "domains" / "nine.safetensors"
-LABEL = re.compile(r"[a-z0-9_-]{1,64}")
+LABEL = re.compile(LABEL_PATTERN)
 
 _MAX_FILE_BYTES = 256 * 1024**2
 _MAX_LABELS = 256

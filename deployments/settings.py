@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from core.config_model import ByteCount, ConfigModel
 from core.errors import SettingsError
+from engine.settings import WAITING_LOOKED_AT
 
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
@@ -126,11 +127,9 @@ def hand_over_limit(max_sequences: int, grouping: bool = False) -> int:
     """Sequences a supervisor lets its rank hold at once: the batch and a few to choose from, or
     more where it chooses by what they have in common."""
     few = max(2, max_sequences // 2)
-    return max_sequences + (max(few, GROUPING_CHOICE) if grouping else few)
+    return max_sequences + (max(few, WAITING_LOOKED_AT) if grouping else few)
 
 
-GROUPING_CHOICE = 32
-"""Waiting sequences that a rank compares when it groups them."""
 REFUSAL_ROOM = 64
 """Calls beyond max_ongoing_requests that Serve may hand to a replica. The replica's own queue
 decides about admission, so Serve's limit lies above it: room to refuse, and to answer status."""

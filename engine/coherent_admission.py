@@ -15,11 +15,10 @@ import numpy as np
 
 from engine.grouping_trial import GroupingState, GroupingTrial
 from engine.overlap import Member, Overlap, SignatureOf
+from engine.settings import WAITING_LOOKED_AT
 
 Grouping = Literal["auto", "off", "on"]
 
-WAITING_LOOKED_AT: Final = 32
-"""Of those who wait, the oldest so many are compared."""
 AT_RISK: Final = 0.75
 """Part of the time until its first token is due that the oldest may wait before it goes first."""
 _AGED: Final = 0.3

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from pydantic import Field, model_validator
 
 from core.config_model import ByteCount, ConfigModel
+
+WAITING_LOOKED_AT: Final = 32
+"""Of those who wait, the oldest so many are compared where they are grouped by experts."""
 
 
 class EngineSettings(ConfigModel):
